@@ -1,8 +1,9 @@
-"""Everything that the promise forces: environment variables and engine options, per device, each with its reason.
+"""Everything that the promise forces: environment variables and engine options, per device, each
+with its reason.
 
-One table, applied once in the parent before torch or vLLM is imported, so that every process that vLLM starts inherits
-it. A value of the user's that contradicts a row stops the start and names both. This is the only module that writes
-`os.environ`.
+One table, applied once in the parent before torch or vLLM is imported, so that every process that
+vLLM starts inherits it. A value of the user's that contradicts a row stops the start and names
+both. This is the only module that writes `os.environ`.
 """
 
 from __future__ import annotations
@@ -15,18 +16,21 @@ from typing import Any
 from config.settings import Settings
 
 ALL = ("cpu", "cuda", "npu")
+REMEDY = "Remedy: unset it, or SAMEBITS_DETERMINISM=off to serve without the promise."
 
 
 class Conflict(ValueError):
-    """A setting or variable of the user's contradicts the promise. One line per fault, each with its remedy."""
+    """A setting or variable of the user's contradicts the promise. One line per fault, each with
+    its remedy.
+    """
 
 
 @dataclass(frozen=True)
 class Force:
     """A variable or engine option with the one value that the promise allows.
 
-    `kind` is "env" or "option". `value` None means: unset (env) or vLLM's None (option). `welcome` lists other values
-    of the user's that express the same wish and are replaced in silence.
+    `kind` is "env" or "option". `value` None means: unset (env) or vLLM's None (option). `welcome`
+    lists other values of the user's that express the same wish and are replaced in silence.
     """
 
     kind: str
@@ -55,7 +59,9 @@ Row = Force | Refuse
 
 @dataclass(frozen=True)
 class Forced:
-    """What is in force: variables as set (None: removed), engine options, and the rows they came from."""
+    """What is in force: variables as set (None: removed), engine options, and the rows they came
+    from.
+    """
 
     device: str
     env: Mapping[str, str | None] = field(default_factory=dict)
@@ -177,7 +183,7 @@ CPU: tuple[Row, ...] = (
         "VLLM_BATCH_INVARIANT",
         None,
         ("cpu",),
-        "on a CPU vLLM's flag sends RMSNorm and bmm to Triton and helps nothing; the ops here are our own",
+        "on a CPU vLLM's flag sends RMSNorm and bmm to Triton; the ops here are our own",
         "vllm/model_executor/layers/batch_invariant.py",
         welcome=("1",),
     ),
@@ -262,7 +268,9 @@ def table(device: str) -> tuple[Row, ...]:
 
 
 def check(settings: Settings, device: str, env: Mapping[str, str]) -> list[str]:
-    """Every contradiction between the user's wishes and the table, one line each; empty if there is none."""
+    """Every contradiction between the user's wishes and the table, one line each; empty if there
+    is none.
+    """
     faults = []
     for row in table(device):
         if isinstance(row, Refuse):
@@ -290,7 +298,9 @@ def resolve(settings: Settings, device: str, env: Mapping[str, str]) -> Forced:
 
 
 def apply(settings: Settings, device: str) -> Forced:
-    """Resolve and write the variables into this process' environment, for it and all its children."""
+    """Resolve and write the variables into this process' environment, for it and all its
+    children.
+    """
     forced = resolve(settings, device, dict(os.environ))
     export(forced.env)
     return forced
@@ -310,17 +320,11 @@ def _env_conflict(row: Force, env: Mapping[str, str]) -> list[str]:
     if user is None or user == row.value or user in row.welcome:
         return []
     wanted = "must be unset" if row.value is None else f"must be {row.value}"
-    return [
-        f"{row.name}={user}: {wanted} ({row.reason}). Remedy: unset it, or SAMEBITS_DETERMINISM=off "
-        "to serve without the promise."
-    ]
+    return [f"{row.name}={user}: {wanted} ({row.reason}). {REMEDY}"]
 
 
 def _option_conflict(row: Force, settings: Settings) -> list[str]:
     user = getattr(settings, row.name, None)
     if user is None or user == row.value:
         return []
-    return [
-        f"SAMEBITS_{row.name.upper()}={user}: must be {row.value} ({row.reason}). Remedy: unset it, or "
-        "SAMEBITS_DETERMINISM=off to serve without the promise."
-    ]
+    return [f"SAMEBITS_{row.name.upper()}={user}: must be {row.value} ({row.reason}). {REMEDY}"]

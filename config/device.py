@@ -26,9 +26,11 @@ def package_version(name: str) -> str | None:
 
 
 def detect(wanted: str = "auto", *, device_nodes: str = "/dev") -> Device:
-    """The device to serve on. `wanted` other than "auto" is taken as it is: the engine refuses it if it isn't there.
+    """The device to serve on. `wanted` other than "auto" is taken as it is: the engine refuses it
+    if it isn't there.
 
-    "auto" takes an NPU or a GPU only if both its device node and its vLLM build are there; else the CPU.
+    "auto" takes an NPU or a GPU only if both its device node and its vLLM build are there; else the
+    CPU.
     """
     if wanted != "auto":
         return Device(wanted, f"asked for (device={wanted})")

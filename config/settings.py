@@ -1,8 +1,9 @@
-"""All settings of the process: `SAMEBITS_*` variables, command-line flags and a profile file, checked once.
+"""All settings of the process: `SAMEBITS_*` variables, command-line flags and a profile file,
+checked once.
 
-Flags win over the environment, the environment over the profile, the profile over the defaults. Settings are frozen;
-an unknown or malformed key stops the start. Keys that mean what vLLM's option means carry vLLM's name. This is the
-only module that reads `os.environ`.
+Flags win over the environment, the environment over the profile, the profile over the defaults.
+Settings are frozen; an unknown or malformed key stops the start. Keys that mean what vLLM's option
+means carry vLLM's name. This is the only module that reads `os.environ`.
 """
 
 from __future__ import annotations
@@ -19,18 +20,23 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 PREFIX = "SAMEBITS_"
 DEMO_MODEL = "smollm2-135m-instruct"
 PROFILES = Path(__file__).parent / "profiles"
-# Read by the plugin in processes that have no Settings object, or only by the build; not fields of Settings.
+# Read by the plugin in processes that have no Settings object, or only by the build; not fields of
+# Settings.
 OTHER_KEYS = frozenset(
     {"SAMEBITS_PROFILE", "SAMEBITS_CXX", "SAMEBITS_KERNELS", "SAMEBITS_CACHE_DIR"}
 )
 
 
 class SettingsError(ValueError):
-    """One or more settings are unknown or malformed. The message names key, value and what was expected."""
+    """One or more settings are unknown or malformed. The message names key, value and what was
+    expected.
+    """
 
 
 class Settings(BaseSettings):
-    """Every setting, with its default and meaning. Times in seconds, sizes in bytes, lengths in tokens."""
+    """Every setting, with its default and meaning. Times in seconds, sizes in bytes, lengths in
+    tokens.
+    """
 
     model_config = SettingsConfigDict(
         env_prefix=PREFIX,
@@ -149,11 +155,11 @@ class Settings(BaseSettings):
     @classmethod
     def settings_customise_sources(
         cls,
-        settings_cls: type[BaseSettings],
+        settings_cls: type[BaseSettings],  # noqa: ARG003
         init_settings: PydanticBaseSettingsSource,
         env_settings: PydanticBaseSettingsSource,
         dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Flags, then environment, then profile; no secrets directory."""
         return init_settings, env_settings, dotenv_settings
@@ -180,7 +186,9 @@ def load(flags: Mapping[str, Any] | None = None, *, profile: str | None = None) 
 
 
 def profile_path(profile: str) -> Path:
-    """The file of a profile: a path, or the name of one that ships (cpu, cuda, ascend-a2, ascend-a3)."""
+    """The file of a profile: a path, or the name of one that ships (cpu, cuda, ascend-a2,
+    ascend-a3).
+    """
     for path in (PROFILES / f"{profile}.env", Path(profile)):
         if path.is_file():
             return path
@@ -191,7 +199,9 @@ def profile_path(profile: str) -> Path:
 
 
 def determinism_mode() -> str:
-    """ "on" or "off", for processes that vLLM starts (the parent exports it); anything else stops the process."""
+    """Return "on" or "off", for processes that vLLM starts (the parent exports it); anything else stops
+    the process.
+    """
     mode = os.environ.get("SAMEBITS_DETERMINISM", "").strip().lower() or "on"
     if mode not in ("on", "off"):
         raise SettingsError(f"SAMEBITS_DETERMINISM={mode}: expected on or off")

@@ -1,4 +1,6 @@
-"""Override rows: which operation is ours, by which kernel, how it is bound and how its bits are checked."""
+"""Override rows: which operation is ours, by which kernel, how it is bound and how its bits are
+checked.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,19 @@ class NotInstalled(OpsError):
 
 
 class NotInvariant(OpsError):
-    """A check found two results that should be equal bit for bit. The message names op, case and first element."""
+    """A check found two results that should be equal bit for bit. The message names op, case and
+    first element.
+    """
 
 
 @dataclass(frozen=True)
 class Override:
     """One row. `op` is torch's or vLLM's own name ("aten::mm", "vllm.RMSNorm", "vllm.Sampler").
 
-    `install` binds the kernel and raises on any fault; `installed` looks at what is really bound, not at a flag;
-    `check` runs the op alone, in batches, at several positions and again, and raises `NotInvariant`.
-    `tiles` are the numbers that fix the order of accumulation; with `kernel` they are part of the fingerprint.
+    `install` binds the kernel and raises on any fault; `installed` looks at what is really bound,
+    not at a flag; `check` runs the op alone, in batches, at several positions and again, and raises
+    `NotInvariant`. `tiles` are the numbers that fix the order of accumulation; with `kernel` they
+    are part of the fingerprint.
     """
 
     op: str
@@ -43,7 +48,9 @@ _installed: dict[str, Override] = {}
 
 
 def install(rows: Iterable[Override]) -> None:
-    """Bind every row, once. Raises `NotInstalled` on a doubly registered op or one that did not bind."""
+    """Bind every row, once. Raises `NotInstalled` on a doubly registered op or one that did not
+    bind.
+    """
     for row in rows:
         held = _installed.get(row.op)
         if held is row:
@@ -63,7 +70,9 @@ def rows() -> tuple[Override, ...]:
 
 def table() -> list[dict[str, Any]]:
     """The table that the fingerprint takes in: op, kernel, tiles. Sorted, JSON-ready."""
-    return [{"op": r.op, "kernel": r.kernel, "tiles": dict(sorted(r.tiles.items()))} for r in rows()]
+    return [
+        {"op": r.op, "kernel": r.kernel, "tiles": dict(sorted(r.tiles.items()))} for r in rows()
+    ]
 
 
 def table_hash() -> str:

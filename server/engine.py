@@ -1,7 +1,8 @@
 """What the routes know of an engine: requests in, outputs out. No vLLM and no torch here.
 
-One `generate` call is one prompt and one choice; the handlers fan out over prompts and `n`. That keeps the seed's
-meaning in one place: choice `i` of a request is the pair (seed, i), whatever else is asked for in the same body.
+One `generate` call is one prompt and one choice; the handlers fan out over prompts and `n`. That
+keeps the seed's meaning in one place: choice `i` of a request is the pair (seed, i), whatever else
+is asked for in the same body.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The effective options of one choice: what was run, after every default. Frozen, and what receipts digest.
+    """The effective options of one choice: what was run, after every default. Frozen, and what
+    receipts digest.
 
-    `temperature == 0` is greedy. `seed` is an int64 and never None here: the server has assigned one if the client
-    sent none. `choice` is the index within `n`. `position_offset` is the number of answer tokens that came before
-    this prompt's end (continuation); the draw for answer token t uses position t + position_offset.
+    `temperature == 0` is greedy. `seed` is an int64 and never None here: the server has assigned
+    one if the client sent none. `choice` is the index within `n`. `position_offset` is the number
+    of answer tokens that came before this prompt's end (continuation); the draw for answer token t
+    uses position t + position_offset.
     """
 
     max_tokens: int
@@ -43,7 +46,9 @@ class Sampling:
     spaces_between_special_tokens: bool = True
     logprobs: int | None = None  # number of alternatives; 0: the sampled token only; None: off
     prompt_logprobs: int | None = None
-    structured: tuple[str, str] | None = None  # (kind, text): json | regex | choice | grammar | json_object
+    structured: tuple[str, str] | None = (
+        None  # (kind, text): json | regex | choice | grammar | json_object
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +61,8 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One token and its raw log-probability: log-softmax of the logits before temperature, penalties and filters.
+    """One token and its raw log-probability: log-softmax of the logits before temperature,
+    penalties and filters.
 
     `text` is the token decoded in its place; `rank` is 1 for the most likely token.
     """
@@ -69,7 +75,9 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """The logprobs at one position: the token that stands there, and the k most likely ones, most likely first."""
+    """The logprobs at one position: the token that stands there, and the k most likely ones, most
+    likely first.
+    """
 
     token: TokenLogprob
     top: tuple[TokenLogprob, ...]
@@ -79,14 +87,17 @@ class Position:
 class Output:
     """One step of one choice. `text` and `token_ids` are what is new since the last step.
 
-    The engine never yields text that a later step could take back: half a character, or the beginning of a stop
-    string, is held until it is known. `finish_reason` is set on the last output: "stop" | "length" | "abort".
+    The engine never yields text that a later step could take back: half a character, or the
+    beginning of a stop string, is held until it is known. `finish_reason` is set on the last
+    output: "stop" | "length" | "abort".
     """
 
     text: str = ""
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[Position, ...] | None = None
-    prompt_logprobs: tuple[Position | None, ...] | None = None  # first output only; None at position 0
+    prompt_logprobs: tuple[Position | None, ...] | None = (
+        None  # first output only; None at position 0
+    )
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
@@ -108,7 +119,9 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """`ready`: verified and stepping. `reason` says why not. `report` is the per-rank check of the ops."""
+    """`ready`: verified and stepping. `reason` says why not. `report` is the per-rank check of the
+    ops.
+    """
 
     alive: bool
     ready: bool
@@ -122,7 +135,9 @@ class Health:
 
 
 class Engine(Protocol):
-    """All that the handlers may call. Errors raised are those of `server.errors` and nothing else."""
+    """All that the handlers may call. Errors raised are those of `server.errors` and nothing
+    else.
+    """
 
     @property
     def info(self) -> ModelInfo: ...
@@ -139,10 +154,14 @@ class Engine(Protocol):
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]: ...
 
-    async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str: ...
+    async def detokenize(
+        self, token_ids: Sequence[int], skip_special_tokens: bool = False
+    ) -> str: ...
 
     def token_text(self, token_id: int) -> str:
-        """The token's own spelling (for `tokens` arrays): text, or `bytes:\\xNN…` when it is no whole UTF-8."""
+        """The token's own spelling (for `tokens` arrays): text, or `bytes:\\xNN…` when it is no
+        whole UTF-8.
+        """
         ...
 
     async def render_chat(
@@ -155,13 +174,16 @@ class Engine(Protocol):
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Prompt:
-        """Messages through the model's chat template. Raises `InvalidRequest` when the template refuses them."""
+        """Messages through the model's chat template. Raises `InvalidRequest` when the template
+        refuses them.
+        """
         ...
 
     def generate(
         self, prompt: Prompt, sampling: Sampling, *, request_id: str, priority: int = 0
     ) -> AsyncIterator[Output]:
-        """Start nothing until iterated; closing the iterator (or cancelling) stops the work in the engine.
+        """Start nothing until iterated; closing the iterator (or cancelling) stops the work in the
+        engine.
 
         `request_id` is made by the server, unique in the process; never a client's string.
         """

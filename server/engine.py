@@ -101,6 +101,7 @@ class Output:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
+    receipt: Mapping[str, Any] | None = None  # last output only, where one was minted (minting.py)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,10 @@
 """One byte string for one value: what fingerprints and receipts are hashed over.
 
-Canonical JSON: UTF-8, object keys sorted by code point, no white space, the shortest escapes (`\\"`, `\\\\`, `\\n`,
-`\\r`, `\\t`, `\\b`, `\\f`, other control characters as `\\u00xx`), integers in decimal at any size. A float is never
-written as a number, because languages print them differently: it is the string "f64:" and the 16 hexadecimal digits of
-its IEEE-754 binary64 bits, most significant first.
+Canonical JSON: UTF-8, object keys sorted by code point, no white space, the shortest escapes
+(`\\"`, `\\\\`, `\\n`, `\\r`, `\\t`, `\\b`, `\\f`, other control characters as `\\u00xx`), integers
+in decimal at any size. A float is never written as a number, because languages print them
+differently: it is the string "f64:" and the 16 hexadecimal digits of its IEEE-754 binary64 bits,
+most significant first.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from typing import Any
 
 
 def encode(value: Any) -> bytes:
-    """The canonical bytes of a JSON value. Raises `TypeError` on anything else, `ValueError` on NaN and infinities."""
+    """The canonical bytes of a JSON value. Raises `TypeError` on anything else, `ValueError` on
+    NaN and infinities.
+    """
     text = json.dumps(_plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return text.encode("utf-8", "surrogatepass")
 
@@ -40,7 +43,9 @@ def sha256_of_ids(token_ids: Sequence[int]) -> str:
 
 
 def sha256_of_floats(values: Sequence[float]) -> str:
-    """SHA-256 of the values as binary64, big-endian, one after the other: every bit counts, also of NaN and -0."""
+    """SHA-256 of the values as binary64, big-endian, one after the other: every bit counts, also
+    of NaN and -0.
+    """
     return hashlib.sha256(struct.pack(f">{len(values)}d", *values)).hexdigest()
 
 

@@ -1,12 +1,12 @@
-"""Digests of a model's files: fast (BLAKE3, all cores), and remembered by file identity between starts."""
+"""Digests of a model's files: fast (BLAKE3, all cores), and remembered by file identity between
+starts.
+"""
 
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -27,8 +27,9 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tekken.json",
 )
-CHUNK_BYTES = 64 << 20
-# A file changed less than this long ago may change again without a new time stamp: its digest is not remembered.
+CHUNK_BYTES = 16 << 20
+# A file changed less than this long ago may change again without a new time stamp: its digest is
+# not remembered.
 RACY_S = 1.0
 
 Progress = Callable[[int, int], None]
@@ -36,7 +37,9 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Identity:
-    """What tells one state of a file from the next without reading it. `ctime_ns` can't be set by ordinary means."""
+    """What tells one state of a file from the next without reading it. `ctime_ns` can't be set by
+    ordinary means.
+    """
 
     path: str
     size: int
@@ -49,7 +52,14 @@ class Identity:
     def key(self) -> str:
         return "|".join(
             str(part)
-            for part in (self.size, self.mtime_ns, self.ctime_ns, self.inode, self.device, self.path)
+            for part in (
+                self.size,
+                self.mtime_ns,
+                self.ctime_ns,
+                self.inode,
+                self.device,
+                self.path,
+            )
         )
 
 
@@ -63,7 +73,9 @@ def identity(path: Path) -> Identity:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that hold weights, by name. Where there are safetensors, they are what is loaded, and count alone."""
+    """The files that hold weights, by name. Where there are safetensors, they are what is loaded,
+    and count alone.
+    """
     found = sorted(p for p in folder.iterdir() if p.suffix in WEIGHT_SUFFIXES and p.is_file())
     safetensors = [p for p in found if p.suffix == ".safetensors"]
     return safetensors or [p for p in found if not p.name.startswith("training_args")]
@@ -80,27 +92,25 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 
 def digest(path: Path, on_bytes: Callable[[int], None] | None = None) -> str:
-    """BLAKE3 of the file's bytes, 64 hexadecimal digits. `on_bytes` is told how many more were read."""
+    """BLAKE3 of the file's bytes, 64 hexadecimal digits. `on_bytes` is told how many more were
+    read.
+    """
     hasher = blake3(max_threads=blake3.AUTO)
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size == 0:
-            return hasher.hexdigest()
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            with memoryview(mapped) as view:
-                for start in range(0, size, CHUNK_BYTES):
-                    with view[start : start + CHUNK_BYTES] as part:
-                        hasher.update(part)
-                        if on_bytes:
-                            on_bytes(len(part))
+    # Read, not mapped: a file that is cut short under a mapping kills the process.
+    buffer = memoryview(bytearray(CHUNK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            hasher.update(buffer[:count])
+            if on_bytes:
+                on_bytes(count)
     return hasher.hexdigest()
 
 
 class DigestCache:
     """Digests by file identity, in one small JSON file. Losing it costs time, never correctness.
 
-    A damaged or foreign cache file counts as empty. Writes replace the file in one step, so two starts at once can't
-    tear it (one of them may lose its entries, and hashes again next time).
+    A damaged or foreign cache file counts as empty. Writes replace the file in one step, so two
+    starts at once can't tear it (one of them may lose its entries, and hashes again next time).
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -118,7 +128,9 @@ class DigestCache:
             self._dirty = True
 
     def save(self) -> None:
-        """Write if there is something new. A read-only cache directory is no fault: the next start hashes again."""
+        """Write if there is something new. A read-only cache directory is no fault: the next start
+        hashes again.
+        """
         if self._path is None or not self._dirty:
             return
         try:
@@ -145,9 +157,11 @@ class DigestCache:
 def digests(
     files: Iterable[Path], cache_path: Path | None = None, progress: Progress | None = None
 ) -> dict[str, str]:
-    """Digest of each file by its name. `progress(done, total)` in bytes, for files not in the cache.
+    """Digest of each file by its name. `progress(done, total)` in bytes, for files not in the
+    cache.
 
-    Raises `OSError` when a file can't be read, and `RuntimeError` when one changes while it is read.
+    Raises `OSError` when a file can't be read, and `RuntimeError` when one changes while it is
+    read.
     """
     cache = DigestCache(cache_path)
     paths = list(files)
@@ -172,29 +186,3 @@ def digests(
         result[path.name] = value
     cache.save()
     return result
-
-
-class BackgroundDigests:
-    """`digests` in a thread, so that hashing overlaps loading. `result()` waits and raises what the thread raised."""
-
-    def __init__(
-        self, files: Iterable[Path], cache_path: Path | None, progress: Progress | None = None
-    ) -> None:
-        self._result: dict[str, str] = {}
-        self._fault: BaseException | None = None
-        self._thread = threading.Thread(
-            target=self._run, args=(list(files), cache_path, progress), daemon=True
-        )
-        self._thread.start()
-
-    def _run(self, files: list[Path], cache_path: Path | None, progress: Progress | None) -> None:
-        try:
-            self._result = digests(files, cache_path, progress)
-        except BaseException as fault:
-            self._fault = fault
-
-    def result(self) -> dict[str, str]:
-        self._thread.join()
-        if self._fault is not None:
-            raise self._fault
-        return self._result

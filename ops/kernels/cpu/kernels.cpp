@@ -1,0 +1,81 @@
+// The C interface of the CPU kernels. Plain pointers and sizes; the Python side checks shapes and types.
+// Strides count elements. Type codes are enum Dtype, activations enum Act.
+#include "linear.h"
+#include "pack.h"
+#include "rows.h"
+
+#define API extern "C" __attribute__((visibility("default")))
+
+API int sb_abi() { return 1; }
+API void sb_runtime(void* parallel_entry, void* thread_entry, void* team_entry, int threads) {
+  runtime.parallel = (parallel_fn)parallel_entry;
+  runtime.thread = (int_fn)thread_entry;
+  runtime.team = (int_fn)team_entry;
+  runtime.threads = threads;
+}
+API void sb_threads(int threads) { runtime.threads = threads < 1 ? 1 : threads; }
+
+struct Weight { const void* w; int64_t n, k; int32_t dt; };
+
+API void sb_pack(const void* src, int64_t ld, void* dst, int dt, int64_t n, int64_t k) { pack_run(src, ld, dst, dt, n, k); }
+API void sb_take_rows(const Weight* w, const int64_t* ids, int64_t m, void* out) {
+  take_rows_run(w->w, w->dt, w->n, w->k, ids, m, out);
+}
+API void sb_linear(const Weight* w, const void* x, int dt, int64_t ldx, int64_t m, const void* bias, int bias_dt, void* out) {
+  linear_run({x, dt, ldx, w->w, w->dt, w->n, w->k, bias, bias_dt, out, dt, w->n}, m);
+}
+
+API void sb_rms_norm(const void* x, int dt, int64_t m, int64_t h, int64_t inner, int64_t outer_stride,
+                     int64_t inner_stride, const void* w, int wdt, float offset, float eps, void* y) {
+  const Rows in = {(void*)x, dt, inner, outer_stride, inner_stride};
+  SB_DISPATCH(dt, T, SB_DISPATCH(wdt, TW, for_rows(m, h, [&](int64_t i) {
+    rms_row<T, TW>(row_at<T>(in, i), nullptr, nullptr, (const typename TW::S*)w, offset, eps, h, (typename T::S*)y + i * h);
+  })));
+}
+API void sb_add_rms_norm(const void* x, const void* res, int dt, int64_t m, int64_t h, int64_t ldx, int64_t ldr,
+                         const void* w, int wdt, float offset, float eps, void* y, void* new_res) {
+  SB_DISPATCH(dt, T, SB_DISPATCH(wdt, TW, for_rows(m, h, [&](int64_t i) {
+    typedef typename T::S S;
+    rms_row<T, TW>((const S*)x + i * ldx, (const S*)res + i * ldr, (S*)new_res + i * h, (const typename TW::S*)w, offset,
+                   eps, h, (S*)y + i * h);
+  })));
+}
+API void sb_layer_norm(const void* x, int dt, int64_t m, int64_t h, int64_t ldx, const void* w, const void* b, int wdt,
+                       float eps, void* y) {
+  SB_DISPATCH(dt, T, SB_DISPATCH(wdt, TW, for_rows(m, h, [&](int64_t i) {
+    typedef typename T::S S;
+    layer_norm_row<T, TW>((const S*)x + i * ldx, (const typename TW::S*)w, (const typename TW::S*)b, eps, h, (S*)y + i * h);
+  })));
+}
+API void sb_softmax(const void* x, int dt, int64_t m, int64_t h, int64_t ldx, int want_log, float* y) {
+  SB_DISPATCH(dt, T, for_rows(m, h, [&](int64_t i) {
+    softmax_row<T>((const typename T::S*)x + i * ldx, h, y + i * h, want_log != 0);
+  }));
+}
+API void sb_sum(const void* x, int dt, int64_t m, int64_t h, int64_t ldx, float divide_by, float* y) {
+  SB_DISPATCH(dt, T, for_rows(m, h, [&](int64_t i) {
+    const float s = sum_row<T>((const typename T::S*)x + i * ldx, h);
+    y[i] = divide_by == 1.f ? s : s / divide_by;
+  }));
+}
+API void sb_act(const void* x, int dt, int64_t m, int64_t h, int64_t ldx, int kind, int gated, void* y) {
+  SB_DISPATCH(dt, T, for_rows(m, 4 * h, [&](int64_t i) {
+    act_row<T>((const typename T::S*)x + i * ldx, h, kind, gated != 0, (typename T::S*)y + i * h);
+  }));
+}
+API void sb_rotary(const int64_t* positions, int64_t m, void* q, int64_t ldq, int64_t q_heads, void* k, int64_t ldk,
+                   int64_t k_heads, int dt, const void* cache, int cache_dt, int64_t head_size, int64_t rotary_dim,
+                   int neox) {
+  const int64_t half = rotary_dim / 2;
+  SB_DISPATCH(dt, T, for_rows(m, (q_heads + k_heads) * rotary_dim, [&](int64_t i) {
+    typedef typename T::S S;
+    float* cs = scratch<3>((size_t)rotary_dim + 2 * LANES);
+    const int64_t at = positions[i] * rotary_dim;
+    SB_DISPATCH(cache_dt, TC, {
+      for (int64_t j = 0; j < rotary_dim; j += LANES)
+        store_n<TF32>(cs + j, load_n<TC>((const typename TC::S*)cache + at + j, left(rotary_dim, j)), left(rotary_dim, j));
+    });
+    for (int64_t h = 0; h < q_heads; h++) rotate_head<T>((S*)q + i * ldq + h * head_size, cs, cs + half, half, neox != 0);
+    for (int64_t h = 0; h < k_heads; h++) rotate_head<T>((S*)k + i * ldk + h * head_size, cs, cs + half, half, neox != 0);
+  }));
+}

@@ -1,0 +1,166 @@
+// y[m,n] = sum over k of x[m,k] * w[n,k] (+ bias[n]).
+// Order: for each output element one fp32 accumulator starts at +0 and takes k = 0, 1, … K-1 with one FMA each;
+// then one addition of the bias in fp32, then one rounding to the output type. The lanes of a vector are sixteen
+// neighbouring outputs, so no sum is ever cut or reordered: not by the number of rows, the row's place, the tile,
+// the thread count or the instruction set. Between blocks of k the accumulators rest in memory as fp32, unrounded.
+//
+// Packed weights: panels of sixteen rows of w, each stored [k][16]; the last panel of a width that sixteen does not
+// divide is stored [k][n % 16]. A panel takes exactly the bytes of its rows, so packing happens in place.
+#pragma once
+#include "pool.h"
+
+#if SB_AVX512
+constexpr int MAX_ROWS = 12, WIDE = 2;  // 24 accumulators of 32 registers
+#elif SB_AVX2
+constexpr int MAX_ROWS = 6, WIDE = 1;   // 12 accumulators of 16 registers
+#else
+constexpr int MAX_ROWS = 6, WIDE = 1;   // 24 accumulators of 32 registers
+#endif
+constexpr int THIN = 4;                 // panels side by side for one or two rows, to hide the latency of an FMA
+
+// c[r][p*16..] (+)= sum over k of a[r][k] * b[p][k*ldb..]; `first` starts at +0, else at what c holds.
+template <int R, int P, class T>
+static inline void micro(const float* a, int64_t lda, const typename T::S* const* b, int64_t ldb, int64_t k_len,
+                         float* c, int64_t ldc, bool first) {
+  V16 acc[R][P];
+  const typename T::S* bp[P];
+  SB_UNROLL for (int p = 0; p < P; p++) bp[p] = b[p];
+  SB_UNROLL for (int r = 0; r < R; r++)
+    SB_UNROLL for (int p = 0; p < P; p++) acc[r][p] = first ? vzero() : vload(c + r * ldc + p * LANES);
+  for (int64_t k = 0; k < k_len; k++) {
+    V16 w[P];
+    SB_UNROLL for (int p = 0; p < P; p++) {
+      w[p] = T::ld(bp[p]);
+      if (R <= 2) __builtin_prefetch((const char*)bp[p] + 1024);
+      bp[p] += ldb;
+    }
+    SB_UNROLL for (int r = 0; r < R; r++) {
+      V16 x = vset1(a[r * lda + k]);
+      SB_UNROLL for (int p = 0; p < P; p++) acc[r][p] = vfma(x, w[p], acc[r][p]);
+    }
+  }
+  SB_UNROLL for (int r = 0; r < R; r++)
+    SB_UNROLL for (int p = 0; p < P; p++) vstore(c + r * ldc + p * LANES, acc[r][p]);
+}
+
+template <class T>
+using MicroFn = void (*)(const float*, int64_t, const typename T::S* const*, int64_t, int64_t, float*, int64_t, bool);
+
+template <int P, class T> static MicroFn<T> micro_for(int rows) {
+  switch (rows) {
+    case 1: return micro<1, P, T>;
+    case 2: return micro<2, P, T>;
+    case 3: return micro<3, P, T>;
+    case 4: return micro<4, P, T>;
+    case 5: return micro<5, P, T>;
+    case 6: return micro<6, P, T>;
+#if SB_AVX512
+    case 7: return micro<7, P, T>;
+    case 8: return micro<8, P, T>;
+    case 9: return micro<9, P, T>;
+    case 10: return micro<10, P, T>;
+    case 11: return micro<11, P, T>;
+    case 12: return micro<12, P, T>;
+#endif
+  }
+  abort();
+}
+template <class T> static MicroFn<T> micro_of(int rows, int panels) {
+  if (panels == 1) return micro_for<1, T>(rows);
+  if (panels == 2 && WIDE == 2) return micro_for<WIDE, T>(rows);
+  if (panels == THIN && rows == 1) return micro<1, THIN, T>;
+  if (panels == THIN && rows == 2) return micro<2, THIN, T>;
+  abort();
+}
+
+struct Linear {
+  const void* x; int xdt; int64_t ldx;      // [m, k], row stride in elements
+  const void* w; int wdt; int64_t n, k;     // packed
+  const void* bias; int bdt;                // [n] or null
+  void* out; int odt; int64_t ldo;          // [m, n]
+};
+
+template <class T> static void rows_to_f32(const void* x, int64_t ldx, int64_t m, int64_t k, float* a, int64_t lda) {
+  for (int64_t r = 0; r < m; r++) {
+    const typename T::S* s = (const typename T::S*)x + r * ldx;
+    float* d = a + r * lda;
+    for (int64_t i = 0; i < k; i += LANES) vstore(d + i, load_n<T>(s + i, (int)(k - i < LANES ? k - i : LANES)));
+  }
+}
+
+// acc (+ bias) -> one rounding -> out, for `rows` rows and `cols` columns from column `n0`.
+template <class TO, class TB>
+static void finish(const Linear& l, const float* c, int64_t ldc, int64_t row, int rows, int64_t n0, int cols) {
+  for (int j = 0; j < cols; j += LANES) {
+    int n = cols - j < LANES ? cols - j : LANES;
+    V16 b = l.bias ? load_n<TB>((const typename TB::S*)l.bias + n0 + j, n) : vzero();
+    for (int r = 0; r < rows; r++) {
+      V16 v = vload(c + r * ldc + j);
+      if (l.bias) v = vadd(v, b);
+      store_n<TO>((typename TO::S*)l.out + (row + r) * l.ldo + n0 + j, v, n);
+    }
+  }
+}
+
+// Rows [m0, m1) and panels [p0, p1) of the product, by one thread.
+template <class T> static void linear_part(const Linear& l, int64_t m0, int64_t m1, int64_t p0, int64_t p1) {
+  typedef typename T::S S;
+  const int64_t m = m1 - m0, k = l.k;
+  if (m <= 0 || p0 >= p1) return;
+  const float* a = (const float*)l.x + m0 * l.ldx;
+  int64_t lda = l.ldx;
+  // A copy in fp32 where the input is narrower, and where many rows a power of two apart would share cache sets.
+  if (l.xdt != F32 || (m > 2 && (lda & 255) == 0)) {
+    lda = ((k + 15) & ~(int64_t)15) + LANES;
+    float* t = scratch<0>((size_t)(m * lda));
+    SB_DISPATCH(l.xdt, TX, rows_to_f32<TX>((const typename TX::S*)l.x + m0 * l.ldx, l.ldx, m, k, t, lda));
+    a = t;
+  }
+  const int step = m <= 2 ? THIN : WIDE;
+  const int64_t blocks = (m + MAX_ROWS - 1) / MAX_ROWS;
+  const int64_t k_block = blocks == 1 ? k : (sizeof(S) == 4 ? 512 : 1024);
+  const int64_t ldc = step * LANES;
+  float* c = scratch<1>((size_t)(m * ldc));
+  const int64_t full = l.n / LANES;  // the panel after these, if any, is the narrow one
+  for (int64_t p = p0; p < p1;) {
+    int panels = (int)(full - p < p1 - p ? full - p : p1 - p);
+    panels = panels >= step ? step : (panels >= 1 ? 1 : 0);
+    const S* base = (const S*)l.w + p * LANES * k;
+    int cols = panels * LANES;
+    if (!panels) {  // unfold the narrow panel
+      cols = (int)(l.n - full * LANES);
+      S* wide = (S*)scratch<2>((size_t)(k * LANES));
+      for (int64_t i = 0; i < k; i++) {
+        memset(wide + i * LANES, 0, sizeof(S) * LANES);
+        memcpy(wide + i * LANES, base + i * cols, sizeof(S) * (size_t)cols);
+      }
+      base = wide;
+      panels = 1;
+    }
+    for (int64_t k0 = 0; k0 < k || k0 == 0; k0 += k_block) {
+      const int64_t kl = k - k0 < k_block ? k - k0 : k_block;
+      const S* b[THIN];
+      for (int i = 0; i < panels; i++) b[i] = base + (i * k + k0) * LANES;
+      for (int64_t q = 0, r = 0; q < blocks; q++) {  // rows in blocks of nearly equal height
+        int rows = (int)(m * (q + 1) / blocks - r);
+        micro_of<T>(rows, panels)(a + r * lda + k0, lda, b, LANES, kl, c + r * ldc, ldc, k0 == 0);
+        if (k0 + k_block >= k)
+          SB_DISPATCH(l.odt, TO, SB_DISPATCH(l.bdt, TB, finish<TO, TB>(l, c + r * ldc, ldc, m0 + r, rows, p * LANES, cols)));
+        r += rows;
+      }
+    }
+    p += panels;
+  }
+}
+
+// The whole product on up to runtime.threads threads: rows are shared out where there are many, else columns.
+static void linear_run(const Linear& l, int64_t m) {
+  const int64_t panels = (l.n + LANES - 1) / LANES;
+  const int want = threads_for(m * l.n * l.k, 1 << 16);
+  parallel(want, [&](int t, int team) {
+    Range rows = {0, m}, cols = {0, panels};
+    if (m >= 2 * MAX_ROWS * team) rows = share(m, MAX_ROWS, t, team);
+    else cols = share(panels, 2, t, team);
+    SB_DISPATCH(l.wdt, T, linear_part<T>(l, rows.begin, rows.end, cols.begin, cols.end));
+  });
+}

@@ -1,0 +1,296 @@
+"""The C++ kernels behind plain Python functions on torch CPU tensors.
+
+Each call checks little (a wrong dtype or shape raises `TypeError` or `ValueError`), allocates its output, and hands
+pointers to C. What every function promises, and tests assert: the bits of one row depend on that row alone, not
+on the number of rows, the row's place, the thread count or the instruction set.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ABI = 1
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+ACTS = {
+    "silu": 0,
+    "swish": 0,
+    "gelu": 1,
+    "gelu_tanh": 2,
+    "gelu_new": 2,
+    "gelu_fast": 2,
+    "gelu_pytorch_tanh": 2,
+    "relu": 3,
+    "quick_gelu": 4,
+    "sigmoid": 5,
+    "tanh": 6,
+    "relu2": 7,
+    "none": 8,
+}
+
+_P, _L, _I, _F = c_void_p, c_int64, c_int, c_float
+_SIGNATURES: dict[str, list[Any]] = {
+    "sb_runtime": [_P, _P, _P, _I],
+    "sb_threads": [_I],
+    "sb_pack": [_P, _L, _P, _I, _L, _L],
+    "sb_take_rows": [_P, _P, _L, _P],
+    "sb_linear": [_P, _P, _I, _L, _L, _P, _I, _P],
+    "sb_rms_norm": [_P, _I, _L, _L, _L, _L, _L, _P, _I, _F, _F, _P],
+    "sb_add_rms_norm": [_P, _P, _I, _L, _L, _L, _L, _P, _I, _F, _F, _P, _P],
+    "sb_layer_norm": [_P, _I, _L, _L, _L, _P, _P, _I, _F, _P],
+    "sb_softmax": [_P, _I, _L, _L, _L, _I, _P],
+    "sb_sum": [_P, _I, _L, _L, _L, _F, _P],
+    "sb_act": [_P, _I, _L, _L, _L, _I, _I, _P],
+    "sb_rotary": [_P, _L, _P, _L, _L, _P, _L, _L, _I, _P, _I, _L, _L, _I],
+}
+
+
+class _Weight(ctypes.Structure):
+    _fields_ = [("w", c_void_p), ("n", c_int64), ("k", c_int64), ("dt", c_int32)]  # noqa: RUF012
+
+
+class Packed:
+    """A weight [n, k] in panels of sixteen rows. `data` is the flat tensor of n*k numbers that holds them."""
+
+    __slots__ = ("_struct", "address", "data", "dtype", "k", "n")
+
+    def __init__(self, n: int, k: int, data: Tensor) -> None:
+        self.n, self.k, self.dtype, self.data = n, k, data.dtype, data
+        self._struct = _Weight(data.data_ptr(), n, k, DTYPES[data.dtype])
+        self.address = ctypes.addressof(self._struct)
+
+
+def _openmp() -> tuple[Any, Any, Any] | None:
+    """GOMP_parallel, omp_get_thread_num and omp_get_num_threads of the runtime that torch uses; None if not found."""
+    folder = Path(torch.__file__).parent
+    libraries = [*folder.glob("lib/lib*omp*.so*"), *folder.parent.glob("torch.libs/lib*omp*.so*")]
+    for path in libraries:
+        try:
+            lib = ctypes.CDLL(str(path))
+            found = (lib.GOMP_parallel, lib.omp_get_thread_num, lib.omp_get_num_threads)
+        except (OSError, AttributeError):
+            continue
+        return found
+    return None
+
+
+class Native:
+    """The functions of one compiled library. `name` says which; `reason` says why this one runs."""
+
+    def __init__(self, library: Path, isa: str, reason: str, threads: int | None = None) -> None:
+        self.name, self.reason, self.library = f"native-{isa}", reason, library
+        self._c = lib = ctypes.CDLL(str(library))
+        if lib.sb_abi() != ABI:
+            raise RuntimeError(f"the compiled kernels speak interface {lib.sb_abi()}, not {ABI}")
+        for symbol, kinds in _SIGNATURES.items():
+            function = getattr(lib, symbol)
+            function.argtypes, function.restype = kinds, None
+        runtime = _openmp()
+        self.threads = (threads or torch.get_num_threads()) if runtime else 1
+        entries = [ctypes.cast(f, c_void_p) for f in runtime] if runtime else [None, None, None]
+        lib.sb_runtime(*entries, self.threads)
+        self._linear, self._rms, self._add_rms = lib.sb_linear, lib.sb_rms_norm, lib.sb_add_rms_norm
+        self._act, self._rotary = lib.sb_act, lib.sb_rotary
+
+    def set_threads(self, threads: int) -> None:
+        """How many threads a call may use. Changes speed, never bits."""
+        self.threads = max(1, threads)
+        self._c.sb_threads(self.threads)
+
+    # -- linear -------------------------------------------------------------------------------------------------
+    def pack_weight(self, weight: Tensor, inplace: bool = True) -> Packed:
+        """[n, k] -> `Packed`. In place (the default) a contiguous weight's own memory is rearranged: the tensor
+        passed in then holds panels, not rows, and must not be read as a weight again. Otherwise a copy is packed."""
+        n, k = weight.shape
+        dt = DTYPES[weight.dtype]
+        weight = weight.detach()
+        reuse = inplace and weight.is_contiguous()
+        source = weight if weight.stride(1) == 1 else weight.contiguous()
+        data = weight.view(-1) if reuse else torch.empty(n * k, dtype=weight.dtype)
+        self._c.sb_pack(source.data_ptr(), source.stride(0), data.data_ptr(), dt, n, k)
+        return Packed(n, k, data)
+
+    def take_rows(self, packed: Packed, ids: Tensor) -> Tensor:
+        """Rows `ids` (any shape, integer) of the packed weight, as an embedding lookup: [*ids.shape, k]."""
+        flat = ids.reshape(-1).to(torch.int64)
+        if flat.numel() and not (0 <= int(flat.min()) and int(flat.max()) < packed.n):
+            raise IndexError(f"row ids must lie in 0..{packed.n - 1}")
+        out = torch.empty((*ids.shape, packed.k), dtype=packed.dtype)
+        self._c.sb_take_rows(packed.address, flat.data_ptr(), flat.numel(), out.data_ptr())
+        return out
+
+    def linear(self, x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
+        """x[..., k] @ w.T (+ bias) -> [..., n] in x's type. fp32 accumulator, k ascending, one FMA each, then the bias."""
+        k = packed.k
+        if x.dim() == 2:
+            if x.stride(1) != 1:
+                x = x.contiguous()
+            m, width = x.shape
+            ldx = x.stride(0)
+            out = torch.empty((m, packed.n), dtype=x.dtype)
+        else:
+            x = x.contiguous()
+            width = x.shape[-1]
+            m, ldx = x.numel() // max(width, 1), width
+            out = torch.empty((*x.shape[:-1], packed.n), dtype=x.dtype)
+        if width != k:
+            raise ValueError(f"linear: input has {width} columns, the weight {k}")
+        if m == 0:
+            return out
+        if bias is None:
+            self._linear(packed.address, x.data_ptr(), DTYPES[x.dtype], ldx, m, None, 0, out.data_ptr())
+        else:
+            self._linear(
+                packed.address, x.data_ptr(), DTYPES[x.dtype], ldx, m, bias.data_ptr(), DTYPES[bias.dtype], out.data_ptr()
+            )
+        return out
+
+    # -- rows ---------------------------------------------------------------------------------------------------
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0) -> Tensor:
+        """x / sqrt(mean(x²) + eps) * (weight + offset) over the last dimension; fp32 inside, one rounding.
+
+        x: [H], [M, H] or [M, N, H] with any outer strides. Gemma's variant: weight_offset=1.0.
+        """
+        dims = x.dim()
+        if dims > 3 or x.stride(-1) != 1:
+            x = x.contiguous()
+        h = x.shape[-1]
+        if dims == 2:
+            m, inner, outer_stride, inner_stride = x.shape[0], 1, x.stride(0), 0
+        elif dims == 3:
+            m, inner, outer_stride, inner_stride = x.shape[0] * x.shape[1], x.shape[1], x.stride(0), x.stride(1)
+        else:
+            m, inner, outer_stride, inner_stride = x.numel() // max(h, 1), 1, h, 0
+        out = torch.empty(x.shape, dtype=x.dtype)
+        pointer, wdt = (None, 0) if weight is None else (weight.data_ptr(), DTYPES[weight.dtype])
+        if m:
+            self._rms(
+                x.data_ptr(), DTYPES[x.dtype], m, h, inner, outer_stride, inner_stride,
+                pointer, wdt, weight_offset, eps, out.data_ptr(),
+            )  # fmt: skip
+        return out
+
+    def fused_add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        """s = x + residual, rounded to their type; returns (rms_norm(s), s). Equal to the two steps apart."""
+        if x.dim() != 2 or x.stride(1) != 1:
+            x = x.reshape(-1, x.shape[-1]).contiguous()
+        if residual.dim() != 2 or residual.stride(1) != 1:
+            residual = residual.reshape(-1, residual.shape[-1]).contiguous()
+        if residual.shape != x.shape or residual.dtype != x.dtype:
+            raise ValueError(f"fused_add_rms_norm: {x.dtype}{[*x.shape]} and {residual.dtype}{[*residual.shape]}")
+        m, h = x.shape
+        out, total = torch.empty((m, h), dtype=x.dtype), torch.empty((m, h), dtype=x.dtype)
+        pointer, wdt = (None, 0) if weight is None else (weight.data_ptr(), DTYPES[weight.dtype])
+        if m:
+            self._add_rms(
+                x.data_ptr(), residual.data_ptr(), DTYPES[x.dtype], m, h, x.stride(0), residual.stride(0),
+                pointer, wdt, weight_offset, eps, out.data_ptr(), total.data_ptr(),
+            )  # fmt: skip
+        return out, total
+
+    def layer_norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+        """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension; two passes, fp32, one rounding."""
+        flat = _rows(x)
+        out = torch.empty(x.shape, dtype=x.dtype)
+        if weight is not None and bias is not None and weight.dtype != bias.dtype:
+            raise TypeError("layer_norm: weight and bias must have one dtype")
+        some = weight if weight is not None else bias
+        wdt = DTYPES[some.dtype] if some is not None else 0
+        m, h = flat.shape
+        self._c.sb_layer_norm(
+            flat.data_ptr(), DTYPES[x.dtype], m, h, flat.stride(0), _ptr(weight), _ptr(bias), wdt, eps, out.data_ptr()
+        )
+        return out
+
+    def softmax(self, x: Tensor) -> Tensor:
+        """softmax over the last dimension -> fp32."""
+        return self._softmax(x, 0)
+
+    def log_softmax(self, x: Tensor) -> Tensor:
+        """log-softmax over the last dimension -> fp32: (x - max) - log(sum of exp(x - max))."""
+        return self._softmax(x, 1)
+
+    def _softmax(self, x: Tensor, log: int) -> Tensor:
+        flat = _rows(x)
+        out = torch.empty(x.shape, dtype=torch.float32)
+        m, v = flat.shape
+        self._c.sb_softmax(flat.data_ptr(), DTYPES[x.dtype], m, v, flat.stride(0), log, out.data_ptr())
+        return out
+
+    def sum(self, x: Tensor, dim: int = -1, keepdim: bool = False) -> Tensor:
+        """Sum over one dimension in fp32: sixteen striped lanes, then the fixed tree; one rounding to x's type."""
+        return self._sum(x, dim, keepdim, mean=False)
+
+    def mean(self, x: Tensor, dim: int = -1, keepdim: bool = False) -> Tensor:
+        """`sum`, divided in fp32 by the count before the rounding."""
+        return self._sum(x, dim, keepdim, mean=True)
+
+    def _sum(self, x: Tensor, dim: int, keepdim: bool, mean: bool) -> Tensor:
+        moved = x.movedim(dim, -1)
+        flat = _rows(moved)
+        m, h = flat.shape
+        out = torch.empty(moved.shape[:-1], dtype=torch.float32)
+        self._c.sb_sum(
+            flat.data_ptr(), DTYPES[x.dtype], m, h, flat.stride(0), float(h) if mean else 1.0, out.data_ptr()
+        )
+        out = out.to(x.dtype)
+        return out.unsqueeze(dim) if keepdim else out
+
+    # -- elementwise --------------------------------------------------------------------------------------------
+    def act_and_mul(self, x: Tensor, kind: str) -> Tensor:
+        """[..., 2H] -> [..., H]: act(first half) * second half, in fp32, one rounding."""
+        return self._activate(x, kind, x.shape[-1] // 2, 1)
+
+    def act(self, x: Tensor, kind: str) -> Tensor:
+        """act(x), in fp32, one rounding. Kinds: the keys of `ACTS`."""
+        return self._activate(x, kind, x.shape[-1], 0)
+
+    def _activate(self, x: Tensor, kind: str, h: int, gated: int) -> Tensor:
+        flat = x if x.dim() == 2 and x.stride(1) == 1 else _rows(x)
+        out = torch.empty((*x.shape[:-1], h), dtype=x.dtype)
+        self._act(
+            flat.data_ptr(), DTYPES[x.dtype], flat.shape[0], h, flat.stride(0), ACTS[kind], gated, out.data_ptr()
+        )
+        return out
+
+    def rotary(
+        self,
+        positions: Tensor,
+        q: Tensor,
+        k: Tensor | None,
+        cos_sin_cache: Tensor,
+        head_size: int,
+        rotary_dim: int,
+        is_neox: bool = True,
+    ) -> None:
+        """Rotates q[T, Hq*D] and k[T, Hk*D] in place. `cos_sin_cache`: [positions, rotary_dim], cos then sin."""
+        if q.stride(-1) != 1 or (k is not None and (k.stride(-1) != 1 or k.dtype != q.dtype)):
+            raise ValueError("rotary: q and k need a contiguous last dimension and one dtype")
+        positions = positions if positions.dtype == torch.int64 else positions.to(torch.int64)
+        tokens = positions.numel()
+        k_ptr, k_stride, k_heads = None, 0, 0
+        if k is not None:
+            k_ptr, k_stride, k_heads = k.data_ptr(), k.stride(0), k[0].numel() // head_size if tokens else 0
+        q_heads = q[0].numel() // head_size if tokens else 0
+        self._rotary(
+            positions.data_ptr(), tokens, q.data_ptr(), q.stride(0), q_heads, k_ptr, k_stride, k_heads,
+            DTYPES[q.dtype], cos_sin_cache.data_ptr(), DTYPES[cos_sin_cache.dtype], head_size, rotary_dim, int(is_neox),
+        )  # fmt: skip
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x as [M, H] with a contiguous last dimension."""
+    if x.dim() == 2 and x.stride(1) == 1:
+        return x
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def _ptr(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()

@@ -7,7 +7,7 @@ is asked for in the same body.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -64,7 +64,9 @@ class TokenLogprob:
     """One token and its raw log-probability: log-softmax of the logits before temperature,
     penalties and filters.
 
-    `text` is the token decoded in its place; `rank` is 1 for the most likely token.
+    `text` is the token decoded in its place, or `bytes:\\xNN…` when it is no whole UTF-8 (a part of
+    a character): the texts of an answer's tokens, one after the other, are the answer's text. A
+    special token has its own spelling ("</s>"), shown or not. `rank` is 1 for the most likely one.
     """
 
     token_id: int
@@ -115,7 +117,9 @@ class ModelInfo:
     created: int
     max_logprobs: int = 20
     eos_token_ids: tuple[int, ...] = ()
+    special_token_ids: frozenset[int] = frozenset()  # those that skip_special_tokens skips
     has_chat_template: bool = True
+    tool_parser: str | None = None  # name of the parser behind `parse_tools`; None: no `auto` tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +137,14 @@ class Health:
     num_running: int = 0
     num_waiting: int = 0
     report: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call of a tool, as the model asked for it; `arguments` is the JSON text it wrote."""
+
+    name: str
+    arguments: str
 
 
 class Engine(Protocol):
@@ -180,11 +192,23 @@ class Engine(Protocol):
         """
         ...
 
+    async def parse_tools(
+        self, text: str, tools: Sequence[Mapping[str, Any]], token_ids: Sequence[int] = ()
+    ) -> tuple[str | None, tuple[ToolCall, ...]]:
+        """A whole answer split into its content and its tool calls, by `info.tool_parser`. An
+        answer without calls comes back as it is. Only called when `info.tool_parser` is set.
+        """
+        ...
+
     def generate(
         self, prompt: Prompt, sampling: Sampling, *, request_id: str, priority: int = 0
-    ) -> AsyncIterator[Output]:
+    ) -> AsyncGenerator[Output, None]:
         """Start nothing until iterated; closing the iterator (or cancelling) stops the work in the
         engine.
+
+        `sampling.max_tokens == 0` scores the prompt: one output with `prompt_logprobs`, no tokens,
+        and finish_reason "length". No context manager may be open across a yield that is bound to a
+        task (asyncio.timeout, TaskGroup): the first output may be awaited in another task.
 
         `request_id` is made by the server, unique in the process; never a client's string.
         """

@@ -4,10 +4,13 @@
     ├── InvalidRequest        400  the body: `param` names the field
     ├── Unauthorized          401
     ├── NotFound              404  model or route
+    ├── WrongMethod           405
     ├── TooLarge              413
+    ├── WrongContentType      415
     ├── Overloaded            429  with Retry-After
     ├── EngineFailed          500  this request only
     ├── NotImplementedHere    501
+    ├── NotReady              503  still loading, or the engine has stopped stepping
     ├── EngineDead            503  the process is going down
     ├── Draining              503
     └── TimedOut              504
@@ -26,7 +29,11 @@ class ServerError(Exception):
     code: str | None = None
 
     def __init__(
-        self, message: str, *, param: str | None = None, code: str | None = None,
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
         retry_after_s: int | None = None,
     ) -> None:
         super().__init__(message)
@@ -40,7 +47,10 @@ class ServerError(Exception):
         """OpenAI's error shape, all four keys always present."""
         return {
             "error": {
-                "message": self.message, "type": self.type, "param": self.param, "code": self.code,
+                "message": self.message,
+                "type": self.type,
+                "param": self.param,
+                "code": self.code,
             }
         }
 
@@ -57,8 +67,16 @@ class NotFound(ServerError):
     status, type, code = 404, "invalid_request_error", "not_found"
 
 
+class WrongMethod(ServerError):
+    status, type, code = 405, "invalid_request_error", "method_not_allowed"
+
+
 class TooLarge(ServerError):
     status, type, code = 413, "invalid_request_error", "request_too_large"
+
+
+class WrongContentType(ServerError):
+    status, type, code = 415, "invalid_request_error", "unsupported_media_type"
 
 
 class Overloaded(ServerError):
@@ -71,6 +89,10 @@ class EngineFailed(ServerError):
 
 class NotImplementedHere(ServerError):
     status, code = 501, "not_implemented"
+
+
+class NotReady(ServerError):
+    status, code = 503, "not_ready"
 
 
 class EngineDead(ServerError):

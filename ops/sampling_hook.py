@@ -1,0 +1,394 @@
+"""Puts the draw in the place of vLLM's sampler: reads each row's seed, choice and position, and
+hands back tokens.
+
+vLLM is imported inside functions only; importing this module does nothing.
+
+Where the numbers come from:
+* seed, choice and offset: `SamplingParams.extra_args["samebits"]`, which our server sets on every
+  request. For other users of the engine `complete` fills it in when the request enters: from
+  `SamplingParams.seed` (choice = index within n), or from the system's randomness when there is
+  no seed. It runs once a request in the front-end process, so that every rank sees the same seed.
+* position: how many answer tokens the row's request already has, plus the offset. It is counted
+  from the request's own list, which vLLM keeps right under chunked prefill, preemption and
+  asynchronous scheduling (there the list holds placeholders, and only its length matters here).
+
+No torch.Generator is made for a request: there is no `SamplingParams.seed` left when vLLM looks.
+"""
+
+from __future__ import annotations
+
+import functools
+import secrets
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ops import sampling, sampling_logits, sampling_logprobs
+from ops.registry import OpsError, Override
+
+SEED_RANGE = (-(2**63), 2**63 - 1)
+_KEY = "samebits"
+_MAX_ASSIGNED = 65536
+
+_assigned: OrderedDict[str, int] = OrderedDict()
+
+
+def assigned_seed(request_id: str) -> int | None:
+    """The seed that was drawn for an unseeded request of this process (the last 65,536 are kept);
+    None if it had one.
+    """
+    return _assigned.get(request_id)
+
+
+def stream(params: Any) -> tuple[int, int, int] | None:
+    """(seed, choice, offset) of a request's SamplingParams; None when it says nothing.
+
+    Raises `ValueError`.
+    """
+    own = (params.extra_args or {}).get(_KEY)
+    if own is None:
+        own = {"seed": params.seed} if params.seed is not None else None
+    if own is None:
+        return None
+    if not isinstance(own, Mapping) or not set(own) <= {"seed", "choice", "offset"}:
+        raise ValueError(f'extra_args["{_KEY}"] takes seed, choice and offset, and got {own!r}')
+    seed, choice, offset = own.get("seed"), own.get("choice", 0), own.get("offset", 0)
+    return (
+        _integer("seed", seed, *SEED_RANGE),
+        _integer("choice", choice, 0, 2**31 - 1),
+        _integer("offset", offset, 0, 2**31 - 1),
+    )
+
+
+def _integer(name: str, value: object, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ValueError(f"{name} must be an integer from {low} to {high}, and is {value!r}")
+    return value
+
+
+def complete(params: Any, request_id: str) -> None:
+    """Give a request that enters the engine its (seed, choice, offset), in place, and take `seed`
+    away from vLLM.
+    """
+    found = stream(params)
+    if found is None:
+        seed = secrets.randbits(64) - 2**63
+        if params.temperature >= sampling.MIN_TEMPERATURE:
+            _assigned[request_id] = seed
+            while len(_assigned) > _MAX_ASSIGNED:
+                _assigned.popitem(last=False)
+        found = seed, 0, 0
+    seed, choice, offset = found
+    params.extra_args = {
+        **(params.extra_args or {}),
+        _KEY: {"seed": seed, "choice": choice, "offset": offset},
+    }
+    params.seed = None
+
+
+class Sampler(torch.nn.Module):
+    """Stands where vLLM's sampler stood in a model runner. Holds nothing between calls.
+
+    `compute_logprobs` and `gather_logprobs` are also what the runner calls for prompt logprobs.
+    """
+
+    def __init__(self, stock: Any) -> None:
+        super().__init__()
+        if stock.logprobs_mode != "raw_logprobs":
+            raise OpsError(
+                f"vllm.Sampler: logprobs_mode {stock.logprobs_mode!r}: only raw_logprobs is served"
+            )
+        self.logprobs_mode = stock.logprobs_mode
+        self.rehearsing = False
+
+    compute_logprobs = staticmethod(sampling_logprobs.log_softmax)
+
+    @staticmethod
+    def gather_logprobs(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> Any:
+        """vLLM's LogprobsTensors for [N, V]: the given token first, then the `num_logprobs` most
+        likely.
+        """
+        from vllm.v1.outputs import LogprobsTensors
+
+        return LogprobsTensors(*sampling_logprobs.gather(logprobs, num_logprobs, token_ids))
+
+    def forward(self, logits: torch.Tensor, **_: Any) -> Any:
+        """vLLM's rehearsal, which has no requests: a draw of the same size.
+
+        Raises `OpsError` on anything else.
+        """
+        from vllm.v1.outputs import SamplerOutput
+
+        if not self.rehearsing:
+            raise OpsError(
+                "vllm.Sampler: called without its rows; speculative decoding is not served"
+            )
+        n = logits.shape[0]
+        token = sampling.draw(
+            logits.float(), [1.0] * n, [50] * n, [0.9] * n, [0.0] * n, [0] * n, [0] * n, [0] * n
+        )
+        return SamplerOutput(token.to(torch.int32).unsqueeze(-1), None)
+
+
+def sample(runner: Any, logits: torch.Tensor, spec_decode_metadata: Any = None) -> Any:
+    """One step of a model runner: logits [N, V], a row per request of its batch -> vLLM's
+    SamplerOutput.
+
+    Raises `OpsError` on speculative decoding and on custom logits processors: neither has been
+    proven.
+    """
+    from vllm.v1.outputs import SamplerOutput
+
+    if spec_decode_metadata is not None:
+        raise OpsError("vllm.Sampler: speculative decoding is not served")
+    batch = runner.input_batch
+    batch.update_async_output_token_ids()
+    _refuse_custom(batch)
+    requests = [runner.requests[name] for name in batch.req_ids]
+    logits = logits[: len(requests)]
+    raw = batch.__dict__.pop("_samebits_raw", logits)
+    wanted = batch.max_num_logprobs
+    named = batch.sampling_metadata.logprob_token_ids
+    logprobs = None
+    if wanted is not None or named:
+        logprobs = sampling_logprobs.log_softmax(raw[: len(requests)])
+    x = logits.to(torch.float32)
+    x = sampling_logits.apply(x, [edits(r) for r in requests])
+    x = _think(batch, x)
+    token = sampling.draw(x, *options(requests))
+    gathered = None
+    if logprobs is not None:
+        gathered = (
+            sampling_logprobs.named(logprobs, named, token)
+            if named
+            else sampling_logprobs.gather(logprobs, wanted, token)
+        )
+    return SamplerOutput(token.to(torch.int32).unsqueeze(-1), _tensors(gathered))
+
+
+def _tensors(gathered: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None) -> Any:
+    from vllm.v1.outputs import LogprobsTensors
+
+    return None if gathered is None else LogprobsTensors(*gathered)
+
+
+def _refuse_custom(batch: Any) -> None:
+    from vllm.v1.sample.logits_processor import builtin
+
+    known = (
+        builtin.MinTokensLogitsProcessor,
+        builtin.LogitBiasLogitsProcessor,
+        builtin.MinPLogitsProcessor,
+    )
+    for processor in batch.logitsprocs.all:
+        if not isinstance(processor, known):
+            raise OpsError(
+                f"vllm.Sampler: logits processor {type(processor).__name__} is not served"
+            )
+
+
+def _think(batch: Any, logits: torch.Tensor) -> torch.Tensor:
+    """vLLM's thinking budget, which acts on the rows that asked for one."""
+    holder = batch.sampling_metadata.thinking_budget_state_holder
+    if holder is None or not holder.has_tracked_requests():
+        return logits
+    meta = batch.sampling_metadata
+    holder.update_state(meta.output_token_ids, meta.spec_token_ids, repeat_indices=None)
+    out: torch.Tensor = holder.apply_to_logits(logits, False, meta.spec_token_ids)
+    return out
+
+
+def options(requests: Sequence[Any]) -> tuple[list[Any], ...]:
+    """The arguments of `sampling.draw` after the logits, read from each request's own
+    SamplingParams.
+    """
+    out: tuple[list[Any], ...] = ([], [], [], [], [], [], [])
+    for request in requests:
+        p = request.sampling_params
+        found = stream(p)
+        if found is None:
+            raise OpsError(
+                f"vllm.Sampler: request {request.req_id} reached the draw without a seed"
+            )
+        seed, choice, offset = found
+        position = len(request.output_token_ids) + offset
+        row = (p.temperature, p.top_k, p.top_p, p.min_p, seed, choice, position)
+        for column, value in zip(out, row, strict=True):
+            column.append(value)
+    return out
+
+
+def edits(request: Any) -> sampling_logits.Edits:
+    """What a request's options do to its logits now.
+
+    With an offset the last `offset` tokens of the prompt are the answer's beginning: penalties
+    and bad words count them as answer. min_tokens counts this request's own tokens, as vLLM's
+    scheduler does.
+    """
+    p = request.sampling_params
+    penalised = p.repetition_penalty != 1.0 or p.frequency_penalty != 0 or p.presence_penalty != 0
+    early = p.min_tokens > len(request.output_token_ids)
+    if not (penalised or early or p.allowed_token_ids or p.bad_words_token_ids or p.logit_bias):
+        return _NO_EDITS
+    prompt = request.prompt_token_ids or []
+    found = stream(p)
+    offset = min(found[2] if found else 0, len(prompt))
+    split = len(prompt) - offset
+    answer = [*prompt[split:], *request.output_token_ids]
+    banned = sampling_logits.bad_word_ends(p.bad_words_token_ids or [], answer)
+    if early:
+        banned.extend(p.all_stop_token_ids)
+    return sampling_logits.Edits(
+        allowed=p.allowed_token_ids or None,
+        banned=banned,
+        bias=tuple((int(t), b) for t, b in (p.logit_bias or {}).items()),
+        repetition=p.repetition_penalty,
+        frequency=p.frequency_penalty,
+        presence=p.presence_penalty,
+        prompt=prompt[:split],
+        answer=answer,
+    )
+
+
+_NO_EDITS = sampling_logits.Edits()
+
+
+def bind(runner_class: type) -> None:
+    """Make a model runner class draw here: `_sample`, the sampler object, the rehearsal.
+
+    Idempotent.
+    """
+    if getattr(runner_class._sample, "_samebits", False):  # type: ignore[attr-defined]
+        return
+    start, rehearse = runner_class.__init__, runner_class._dummy_sampler_run  # type: ignore
+
+    @functools.wraps(start)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        start(self, *args, **kwargs)
+        if hasattr(self, "sampler") and not isinstance(self.sampler, Sampler):
+            self.sampler = Sampler(self.sampler)
+
+    def _sample(self: Any, logits: torch.Tensor, spec_decode_metadata: Any) -> Any:
+        return sample(self, logits, spec_decode_metadata)
+
+    @functools.wraps(rehearse)
+    def _dummy_sampler_run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.sampler.rehearsing = True
+        try:
+            return rehearse(self, *args, **kwargs)
+        finally:
+            self.sampler.rehearsing = False
+
+    _sample._samebits = True  # type: ignore[attr-defined]
+    runner_class.__init__ = __init__  # type: ignore[misc]
+    runner_class._sample = _sample  # type: ignore[attr-defined]
+    runner_class._dummy_sampler_run = _dummy_sampler_run  # type: ignore[attr-defined]
+
+
+def _bind_grammar(module: Any) -> None:
+    """Keep the model's own logits when a grammar is about to overwrite them and logprobs were
+    asked for.
+    """
+    stock = module.apply_grammar_bitmask
+    if getattr(stock, "_samebits", False):
+        return
+
+    @functools.wraps(stock)
+    def apply_grammar_bitmask(
+        scheduler_output: Any, grammar_output: Any, input_batch: Any, logits: torch.Tensor
+    ) -> None:
+        if input_batch.max_num_logprobs is not None or input_batch.logprob_token_ids:
+            input_batch._samebits_raw = logits.clone()
+        stock(scheduler_output, grammar_output, input_batch, logits)
+
+    apply_grammar_bitmask._samebits = True  # type: ignore[attr-defined]
+    module.apply_grammar_bitmask = apply_grammar_bitmask
+
+
+def _bind_front() -> None:
+    """Seeds at the entrance, choices for n > 1, and temperatures as given.
+
+    These run in the front-end process.
+    """
+    from vllm import sampling_params
+    from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.engine.parallel_sampling import ParentRequest
+
+    sampling_params._MAX_TEMP = 0.0  # vLLM lifts 0 < temperature < _MAX_TEMP to it
+    if getattr(InputProcessor.process_inputs, "_samebits", False):
+        return
+    process = InputProcessor.process_inputs
+
+    @functools.wraps(process)
+    def process_inputs(
+        self: Any, request_id: str, prompt: Any, params: Any, *a: Any, **k: Any
+    ) -> Any:
+        if isinstance(params, sampling_params.SamplingParams):
+            stream(params)
+        request = process(self, request_id, prompt, params, *a, **k)
+        if request.sampling_params is not None:
+            complete(request.sampling_params, request_id)
+        return request
+
+    def _get_child_sampling_params(self: Any, index: int) -> Any:
+        child = self.sampling_params.clone()
+        child.n = 1
+        own = child.extra_args[_KEY]
+        child.extra_args = {**child.extra_args, _KEY: {**own, "choice": own["choice"] + index}}
+        return child
+
+    process_inputs._samebits = True  # type: ignore[attr-defined]
+    InputProcessor.process_inputs = process_inputs
+    ParentRequest._get_child_sampling_params = _get_child_sampling_params
+
+
+def install() -> None:
+    """Bind in this process. Raises `OpsError` when this vLLM has no such places."""
+    try:
+        from vllm.v1.structured_output import utils
+        from vllm.v1.worker import gpu_model_runner
+
+        _bind_front()
+        _bind_grammar(utils)
+        _bind_grammar(gpu_model_runner)
+        bind(gpu_model_runner.GPUModelRunner)
+    except (ImportError, AttributeError) as fault:
+        raise OpsError(f"vllm.Sampler: this vLLM has another shape: {fault}") from fault
+
+
+def installed() -> bool:
+    """Whether the draw is what runs: looks at the bound functions and at what vLLM does to a
+    small temperature.
+    """
+    from vllm import SamplingParams
+    from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    return (
+        getattr(GPUModelRunner._sample, "_samebits", False)
+        and getattr(InputProcessor.process_inputs, "_samebits", False)
+        and SamplingParams(temperature=0.001).temperature == 0.001
+    )
+
+
+def check() -> None:
+    """The device's form of the draw against the definition, alone and in batches.
+
+    Raises `NotInvariant`.
+    """
+    from ops import sampling_check
+
+    sampling_check.check()
+
+
+OVERRIDE = Override(
+    op="vllm.Sampler",
+    kernel=sampling.SAMPLER,
+    reason="vLLM's draws depend on the neighbours; its generators break on chunked prompts",
+    install=install,
+    installed=installed,
+    check=check,
+    tiles={"sampler": sampling.SAMPLER},
+)

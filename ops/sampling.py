@@ -332,4 +332,9 @@ def draw(
     row depends on another.
     """
     opts = rows(temperature, top_k, top_p, min_p, seeds, choices, positions)
+    if logits.device.type == "cpu":
+        from ops.kernels.cpu import draw as cpu
+
+        native = cpu.load()
+        return native.draw(logits, opts) if native else draw_rows(logits, opts)
     return draw_rows(logits, opts)

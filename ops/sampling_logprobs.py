@@ -14,7 +14,13 @@ def log_softmax(logits: torch.Tensor) -> torch.Tensor:
     """[N, V] of any float dtype -> float32 [N, V], each row by the same operations in the same
     order.
     """
-    return torch.log_softmax(logits.to(torch.float32), dim=-1)
+    x = logits.to(torch.float32)
+    if x.device.type == "cpu":
+        from ops.kernels.cpu import load
+
+        out: torch.Tensor = load().log_softmax(x)
+        return out
+    return torch.log_softmax(x, dim=-1)
 
 
 def _order(x: torch.Tensor) -> torch.Tensor:
@@ -36,6 +42,12 @@ def gather(
     Column 0 is the given token, then the k most likely: logprob from high to low, token id from
     low to high on ties. The rank is the given token's place in that order, from 1.
     """
+    if logprobs.device.type == "cpu":
+        from ops.kernels.cpu import draw
+
+        native = draw.load()
+        if native:
+            return native.top(logprobs, num_logprobs, token_ids)
     at = token_ids.unsqueeze(-1)
     key = _order(logprobs)
     rank = (key >= key.gather(-1, at)).sum(-1)

@@ -1,5 +1,6 @@
 // The C interface of the CPU kernels. Plain pointers and sizes; the Python side checks shapes and types.
 // Strides count elements. Type codes are enum Dtype, activations enum Act.
+#include "draw.h"
 #include "linear.h"
 #include "pack.h"
 #include "rows.h"

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from platformdirs import user_cache_dir
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
@@ -199,7 +200,7 @@ def profile_path(profile: str) -> Path:
 
 
 def determinism_mode() -> str:
-    """Return "on" or "off", for processes that vLLM starts (the parent exports it); anything else stops
+    """Return "on" or "off", for processes that vLLM starts; anything else stops
     the process.
     """
     mode = os.environ.get("SAMEBITS_DETERMINISM", "").strip().lower() or "on"
@@ -233,3 +234,8 @@ def _unknown(key: str, value: str, known: set[str]) -> str:
 def _malformed(error: Mapping[str, Any]) -> str:
     key = PREFIX + "_".join(str(part) for part in error["loc"]).upper()
     return f"{key}={error['input']}: {error['msg']}"
+
+
+def cache_dir() -> Path:
+    """Where models, built kernels and hashes are kept: SAMEBITS_CACHE_DIR, or the user's cache."""
+    return Path(os.environ.get("SAMEBITS_CACHE_DIR") or user_cache_dir("samebits"))

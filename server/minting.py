@@ -24,6 +24,7 @@ from config.settings import Settings
 from server import fingerprint, receipts
 from server.engine import Engine, Output, Prompt, Sampling
 from server.errors import ServerError
+from server.logprobs import finite
 from server.receiptlog import LogFailed, ReceiptLog
 from server.signing import Signer
 
@@ -188,7 +189,7 @@ class Answer:
         if output.logprobs is None or len(output.logprobs) != len(output.token_ids):
             self.logprobs = None
             return
-        self.logprobs.extend(position.token.logprob for position in output.logprobs)
+        self.logprobs.extend(finite(position.token.logprob) for position in output.logprobs)
 
 
 class _MintingEngine:

@@ -91,7 +91,7 @@ class ReceiptLog:
                 _log.warning("%s ends within a line (a crash?): closed it", self.path)
             self._write((b"\n" if torn else b"") + self._header)
         except OSError:
-            self.close()  # which also unlocks; the next append opens anew, so no file starts headless
+            self.close()  # unlocks too; the next append opens anew, so no file starts headless
             raise
         fcntl.flock(self._file, fcntl.LOCK_UN)
 

@@ -6,7 +6,7 @@ and in its scalar tail, on any thread and at any position. Every sum over an axi
 shape (`_tree`), so that no torch reduction, no BLAS and no vendor library decides an order. Exponentials are a
 polynomial in multiply and add; torch's own `exp` differs between its vector loop and its tail.
 
-The bits are this module's own: they differ from the native kernel's, which fuses multiply and add. `name` goes into
+The bits are this module's own: they differ from the native kernel's, which fuses multiply and add. The name goes into
 the fingerprint.
 """
 
@@ -14,12 +14,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
-
-name = "torch"
-reason = "plain PyTorch: no native kernel on this machine"
 
 KEYS_PER_TILE = 16  # keys per partial sum in attention, aligned to the absolute position
 _ELEMENTS = 1 << 22  # largest temporary of a product, in elements: bounds memory, never the order
@@ -39,15 +37,16 @@ class Packed:
     data: Tensor
 
 
-def pack_weight(weight: Tensor) -> Packed:
-    """[n, k] -> Packed on the same storage (a strided weight is copied once)."""
+def pack_weight(weight: Tensor, inplace: bool = True) -> Packed:
+    """[n, k] -> Packed on the same storage (a strided weight is copied once). `inplace` False copies it."""
     if weight.ndim != 2:
         raise ValueError(f"pack_weight: expected [n, k], got {tuple(weight.shape)}")
-    return Packed(weight.shape[0], weight.shape[1], weight.dtype, weight.detach().contiguous())
+    data = weight.detach().contiguous() if inplace else weight.detach().clone(memory_format=torch.contiguous_format)
+    return Packed(weight.shape[0], weight.shape[1], weight.dtype, data)
 
 
-def rows_of(packed: Packed, ids: Tensor) -> Tensor:
-    """Rows of a packed weight, as an embedding looks them up: [T] -> [T, k]."""
+def take_rows(packed: Packed, ids: Tensor) -> Tensor:
+    """Rows `ids` (any shape) of the packed weight, as an embedding looks them up: [*ids.shape, k]."""
     return packed.data[ids]
 
 
@@ -60,34 +59,6 @@ def linear(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
     return y.to(x.dtype).reshape(*x.shape[:-1], packed.n)
 
 
-def moe(
-    x: Tensor, w13: list[Packed], w2: list[Packed], topk_weights: Tensor, topk_ids: Tensor, activation: str,
-    w13_bias: Tensor | None = None, w2_bias: Tensor | None = None, weight_on_input: bool = False,
-) -> Tensor:
-    """[M, H] -> [M, H]: sum over slots s, in slot order and fp32, of topk_weights[m, s] · expert(topk_ids[m, s], x[m]).
-
-    An expert's gate-up product is rounded to x.dtype before the activation and its activation before the down
-    product, as linear layers do. Rows are grouped by expert; a row's bits don't depend on its group.
-    """
-    slots = topk_ids.shape[1]
-    out = torch.zeros(x.shape[0], slots, x.shape[1], dtype=torch.float32)
-    for expert in torch.unique(topk_ids).tolist():
-        rows, slot = torch.nonzero(topk_ids == expert, as_tuple=True)
-        weight = topk_weights[rows, slot].float().unsqueeze(1)
-        taken = x[rows]
-        if weight_on_input:
-            taken = (taken.float() * weight).to(x.dtype)
-        up = linear(taken, w13[expert], None if w13_bias is None else w13_bias[expert])
-        down = linear(
-            act_and_mul(up, activation), w2[expert], None if w2_bias is None else w2_bias[expert]
-        ).float()
-        out[rows, slot] = down if weight_on_input else down * weight
-    total = out[:, 0]
-    for s in range(1, slots):
-        total = total + out[:, s]
-    return total.to(x.dtype)
-
-
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0) -> Tensor:
     """round(x · 1/sqrt(mean(x²) + eps) · (weight + offset)) over the last axis, in fp32, one rounding."""
     return _rms(x.float(), weight, eps, weight_offset).to(x.dtype)
@@ -96,9 +67,9 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float 
 def fused_add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), round(x + residual)); the norm sees the sum before its rounding."""
-    total = x.float() + residual.float()
-    return _rms(total, weight, eps, weight_offset).to(x.dtype), total.to(residual.dtype)
+    """s = x + residual, rounded to their type; returns (rms_norm(s), s). Equal to the two steps apart."""
+    total = x + residual
+    return _rms(total.float(), weight, eps, weight_offset).to(x.dtype), total
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -145,24 +116,32 @@ def rotary(
         second.copy_(b * cos + a * sin)
 
 
-def kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
-    """[block, key or value, head, key in block, element]: this module's own layout of one layer's cache."""
-    return num_blocks, 2, num_kv_heads, block_size, head_size
-
-
 def reshape_and_cache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Store key and value [T, Hk, D] at their slots (block · block_size + offset); a negative slot is skipped."""
-    block_size = kv_cache.shape[3]
+    """Store key and value [T, Hk, D] at their slots (block · block_size + offset); a negative slot is skipped.
+
+    kv_cache [blocks, Hk, block_size, 2·D]: the key, then the value, of each position.
+    """
+    block_size, d = kv_cache.shape[2], kv_cache.shape[3] // 2
     slots = slot_mapping[: key.shape[0]]
     kept = torch.nonzero(slots >= 0).flatten()
     block, offset = slots[kept] // block_size, slots[kept] % block_size
-    kv_cache[block, 0, :, offset] = key[kept].to(kv_cache.dtype)
-    kv_cache[block, 1, :, offset] = value[kept].to(kv_cache.dtype)
+    kv_cache[block, :, offset, :d] = key[kept]
+    kv_cache[block, :, offset, d:] = value[kept]
 
 
 def attention(
-    q: Tensor, kv_cache: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor, scale: float, *,
-    window: int = 0, softcap: float = 0.0, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of the newest tokens of each sequence over its paged keys: [T, Hq, D] -> [T, Hq, D].
 
@@ -171,17 +150,17 @@ def attention(
     order); sums over keys are a tree within tiles of `KEYS_PER_TILE` keys aligned to j = 0, then tile after tile in
     ascending order. A key that isn't seen adds an exact zero, so the bits depend on p and the sequence alone.
     """
-    out = torch.zeros_like(q)
-    block_size = kv_cache.shape[3]
+    out = torch.zeros_like(q) if out is None else out
+    block_size, d = kv_cache.shape[2], kv_cache.shape[3] // 2
     starts, lens = query_start_loc.tolist(), seq_lens.tolist()
     for s, length in enumerate(lens[: len(starts) - 1]):
         begin, end = starts[s], starts[s + 1]
         if end == begin or length == 0:
             continue
         blocks = block_table[s, : -(-length // block_size)].long()
-        keys = kv_cache[blocks, 0].transpose(1, 2).flatten(0, 1)[:length].float()  # [L, Hk, D]
-        values = kv_cache[blocks, 1].transpose(1, 2).flatten(0, 1)[:length].float()
-        step = max(1, _ELEMENTS // max(1, length * q.shape[1] * q.shape[2]))
+        held = kv_cache[blocks].transpose(1, 2).flatten(0, 1)[:length].float()  # [L, Hk, 2D]
+        keys, values = held[..., :d], held[..., d:]
+        step = max(1, _ELEMENTS // max(1, length * q.shape[1] * d))
         for i in range(begin, end, step):
             j = min(i + step, end)
             position = torch.arange(length - end + i, length - end + j)
@@ -361,3 +340,12 @@ def _activation(x: Tensor, kind: str) -> Tensor:
     if kind == "tanh":
         return _tanh(x)
     raise ValueError(f"activation {kind!r}: no kernel; known: silu gelu gelu_tanh gelu_new quick_gelu relu relu2")
+
+
+def load(reason: str) -> SimpleNamespace:
+    """The kernels as one object, shaped like the native ones. `reason` says why these run."""
+    functions = (
+        pack_weight, take_rows, linear, rms_norm, fused_add_rms_norm, layer_norm, act, act_and_mul, rotary,
+        reshape_and_cache, attention, softmax, log_softmax, sum, mean,
+    )  # fmt: skip
+    return SimpleNamespace(name="torch", reason=reason, **{f.__name__: f for f in functions})

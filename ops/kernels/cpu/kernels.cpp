@@ -1,6 +1,7 @@
 // The C interface of the CPU kernels. Plain pointers and sizes; the Python side checks shapes and types.
 // Strides count elements. Type codes are enum Dtype, activations enum Act.
 #include "draw.h"
+#include "attention_run.h"
 #include "linear.h"
 #include "pack.h"
 #include "rows.h"
@@ -80,3 +81,21 @@ API void sb_rotary(const int64_t* positions, int64_t m, void* q, int64_t ldq, in
     for (int64_t h = 0; h < k_heads; h++) rotate_head<T>((S*)k + i * ldk + h * head_size, cs, cs + half, half, neox != 0);
   }));
 }
+
+API void sb_cache_write(const void* key, const void* value, int dt, int64_t ldk, int64_t ldv, void* cache,
+                        int64_t block_stride, int64_t head_stride, const int64_t* slots, int64_t tokens, int64_t heads,
+                        int64_t d, int64_t block_size) {
+  parallel(threads_for(tokens * heads * d, 1 << 15), [&](int t, int team) {
+    const Range r = share(tokens, 1, t, team);
+    const size_t bytes = dtype_bytes(dt);
+    const char* k = (const char*)key + (size_t)(r.begin * ldk) * bytes;
+    const char* v = (const char*)value + (size_t)(r.begin * ldv) * bytes;
+    if (bytes == 4)
+      cache_write((const uint32_t*)k, (const uint32_t*)v, ldk, ldv, (uint32_t*)cache, block_stride, head_stride,
+                  slots + r.begin, r.end - r.begin, heads, d, block_size);
+    else
+      cache_write((const uint16_t*)k, (const uint16_t*)v, ldk, ldv, (uint16_t*)cache, block_stride, head_stride,
+                  slots + r.begin, r.end - r.begin, heads, d, block_size);
+  });
+}
+API void sb_attention(const Attention* a) { attention_run(*a); }

@@ -46,12 +46,23 @@ _SIGNATURES: dict[str, list[Any]] = {
     "sb_softmax": [_P, _I, _L, _L, _L, _I, _P],
     "sb_sum": [_P, _I, _L, _L, _L, _F, _P],
     "sb_act": [_P, _I, _L, _L, _L, _I, _I, _P],
+    "sb_cache_write": [_P, _P, _I, _L, _L, _P, _L, _L, _P, _L, _L, _L, _L],
+    "sb_attention": [_P],
     "sb_rotary": [_P, _L, _P, _L, _L, _P, _L, _L, _I, _P, _I, _L, _L, _I],
 }
 
 
 class _Weight(ctypes.Structure):
     _fields_ = [("w", c_void_p), ("n", c_int64), ("k", c_int64), ("dt", c_int32)]  # noqa: RUF012
+
+
+class _Attention(ctypes.Structure):
+    _fields_ = [  # noqa: RUF012
+        ("q", _P), ("ldq", _L), ("cache", _P), ("block_stride", _L), ("head_stride", _L), ("dt", _I), ("table", _P),
+        ("ldt", _L), ("starts", _P), ("lens", _P), ("sequences", _L), ("q_heads", _L), ("kv_heads", _L), ("d", _L),
+        ("block_size", _L), ("scale", _F), ("softcap", _F), ("window", _L), ("causal", _I), ("slopes", _P),
+        ("sinks", _P), ("out", _P),
+    ]  # fmt: skip
 
 
 class Packed:
@@ -283,6 +294,89 @@ class Native:
             positions.data_ptr(), tokens, q.data_ptr(), q.stride(0), q_heads, k_ptr, k_stride, k_heads,
             DTYPES[q.dtype], cos_sin_cache.data_ptr(), DTYPES[cos_sin_cache.dtype], head_size, rotary_dim, int(is_neox),
         )  # fmt: skip
+
+    # -- attention ----------------------------------------------------------------------------------------------
+    def reshape_and_cache(self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+        """Writes key and value [T, Hk, D] to their slots (block * block_size + offset; negative: skipped).
+
+        kv_cache: [blocks, Hk, block_size, 2*D], block_size and D multiples of 16, the last two dimensions contiguous;
+        what lies inside is ours: keys in tiles of sixteen, then values.
+        """
+        block_size, d = _cache_shape(kv_cache)
+        tokens = slot_mapping.numel()
+        if not tokens:
+            return
+        if key.dtype != kv_cache.dtype or value.dtype != kv_cache.dtype:
+            raise TypeError(f"reshape_and_cache: {key.dtype} keys for a {kv_cache.dtype} cache")
+        key, value = _head_rows(key), _head_rows(value)
+        slots = slot_mapping if slot_mapping.dtype == torch.int64 else slot_mapping.to(torch.int64)
+        self._c.sb_cache_write(
+            key.data_ptr(), value.data_ptr(), DTYPES[key.dtype], key.stride(0), value.stride(0), kv_cache.data_ptr(),
+            kv_cache.stride(0), kv_cache.stride(1), slots.data_ptr(), tokens, kv_cache.shape[1], d, block_size,
+        )  # fmt: skip
+
+    def attention(
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        block_table: Tensor,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        scale: float,
+        *,
+        window: int = 0,
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
+        causal: bool = True,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of q[T, Hq, D] over the paged cache -> [T, Hq, D]. The order is told in attention.h.
+
+        block_table[S, B], query_start_loc[S+1], seq_lens[S]: int32; the queries are the last tokens of their
+        sequence, whose keys are already in the cache. window: keys that a query sees, itself included (0: all).
+        """
+        block_size, d = _cache_shape(kv_cache)
+        if q.dtype != kv_cache.dtype or q.shape[-1] != d or q.dim() != 3:
+            raise TypeError(f"attention: q {q.dtype}{[*q.shape]} for a {kv_cache.dtype} cache of head size {d}")
+        q = _head_rows(q)
+        if out is None:
+            out = torch.empty(q.shape, dtype=q.dtype)
+        elif not out.is_contiguous():
+            raise ValueError("attention: out must be contiguous")
+        block_table, query_start_loc, seq_lens = _i32(block_table), _i32(query_start_loc), _i32(seq_lens)
+        slopes = None if alibi_slopes is None else alibi_slopes.float().contiguous()
+        sinks = None if sinks is None else sinks.float().contiguous()
+        call = _Attention(
+            q.data_ptr(), q.stride(0), kv_cache.data_ptr(), kv_cache.stride(0), kv_cache.stride(1), DTYPES[q.dtype],
+            block_table.data_ptr(), block_table.stride(0), query_start_loc.data_ptr(), seq_lens.data_ptr(),
+            seq_lens.numel(), q.shape[1], kv_cache.shape[1], d, block_size, scale, softcap, window, int(causal),
+            _ptr(slopes), _ptr(sinks), out.data_ptr(),
+        )  # fmt: skip
+        self._c.sb_attention(ctypes.addressof(call))
+        return out
+
+
+def _cache_shape(kv_cache: Tensor) -> tuple[int, int]:
+    """(block_size, head size) of a cache that the kernels can use; raises `ValueError`."""
+    _, _, block_size, double = kv_cache.shape
+    d = double // 2
+    if block_size % 16 or d % 16 or kv_cache.stride(3) != 1 or kv_cache.stride(2) != double:
+        raise ValueError(
+            f"kv cache {[*kv_cache.shape]}: block size and head size must be multiples of 16, and [block, 2*D] contiguous"
+        )
+    return block_size, d
+
+
+def _head_rows(x: Tensor) -> Tensor:
+    """[T, H, D] with the heads of a token side by side; any stride between tokens."""
+    if x.stride(2) == 1 and (x.stride(1) == x.shape[2] or x.shape[1] == 1):
+        return x
+    return x.contiguous()
+
+
+def _i32(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.int32 and x.stride(-1) == 1 else x.to(torch.int32).contiguous()
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -325,6 +325,6 @@ def _env_conflict(row: Force, env: Mapping[str, str]) -> list[str]:
 
 def _option_conflict(row: Force, settings: Settings) -> list[str]:
     user = getattr(settings, row.name, None)
-    if user is None or user == row.value:
-        return []
+    if row.name not in settings.model_fields_set or user is None or user == row.value:
+        return []  # a default is no wish
     return [f"SAMEBITS_{row.name.upper()}={user}: must be {row.value} ({row.reason}). {REMEDY}"]

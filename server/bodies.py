@@ -1,0 +1,36 @@
+"""Reading a request's body and writing a JSON answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from server.errors import WrongContentType
+from server.protocol import Body
+from server.service import ClientGone, service_of
+from server.wire import dumps, loads
+
+B = TypeVar("B", bound=Body)
+
+
+async def read_body(request: Request, model: type[B]) -> B:
+    """The body as `model`. Raises `InvalidRequest`, `WrongContentType`, or `ClientGone`."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise WrongContentType("send the body with the header Content-Type: application/json")
+    settings = service_of(request).settings
+    try:
+        raw = await request.body()
+    except ClientDisconnect:
+        raise ClientGone from None
+    return model.read(loads(raw, max_depth=settings.max_json_depth), strict=settings.strict)
+
+
+def json_answer(
+    value: Any, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    """A JSON response."""
+    return Response(dumps(value), status, headers, media_type="application/json")

@@ -41,7 +41,11 @@ def pack_weight(weight: Tensor, inplace: bool = True) -> Packed:
     """[n, k] -> Packed on the same storage (a strided weight is copied once). `inplace` False copies it."""
     if weight.ndim != 2:
         raise ValueError(f"pack_weight: expected [n, k], got {tuple(weight.shape)}")
-    data = weight.detach().contiguous() if inplace else weight.detach().clone(memory_format=torch.contiguous_format)
+    data = (
+        weight.detach().contiguous()
+        if inplace
+        else weight.detach().clone(memory_format=torch.contiguous_format)
+    )
     return Packed(weight.shape[0], weight.shape[1], weight.dtype, data)
 
 
@@ -98,7 +102,12 @@ def act_and_mul(x: Tensor, kind: str) -> Tensor:
 
 
 def rotary(
-    positions: Tensor, q: Tensor, k: Tensor | None, cos_sin_cache: Tensor, head_size: int, rotary_dim: int,
+    positions: Tensor,
+    q: Tensor,
+    k: Tensor | None,
+    cos_sin_cache: Tensor,
+    head_size: int,
+    rotary_dim: int,
     is_neox: bool,
 ) -> None:
     """Rotate q [T, Hq·D] and k [T, Hk·D] in place; the cache row is [cos | sin], each rotary_dim / 2 wide."""
@@ -164,7 +173,9 @@ def attention(
         for i in range(begin, end, step):
             j = min(i + step, end)
             position = torch.arange(length - end + i, length - end + j)
-            out[i:j] = _attend(q[i:j], keys, values, position, scale, window, softcap, alibi_slopes, sinks)
+            out[i:j] = _attend(
+                q[i:j], keys, values, position, scale, window, softcap, alibi_slopes, sinks
+            )
     return out
 
 
@@ -225,18 +236,29 @@ def _rms(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float) -> 
 
 
 def _attend(
-    q: Tensor, keys: Tensor, values: Tensor, position: Tensor, scale: float, window: int, softcap: float,
-    alibi_slopes: Tensor | None, sinks: Tensor | None,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     group = q.shape[1] // keys.shape[1]
     length = keys.shape[0]
     queries = q.float().unflatten(1, (keys.shape[1], group))  # [T, Hk, G, D]
-    scores = _tree(queries[:, :, :, None] * keys.transpose(0, 1)[None, :, None]) * scale  # [T, Hk, G, L]
+    scores = (
+        _tree(queries[:, :, :, None] * keys.transpose(0, 1)[None, :, None]) * scale
+    )  # [T, Hk, G, L]
     if softcap > 0:
         scores = softcap * _tanh(scores / softcap)
     distance = torch.arange(length)[None] - position[:, None]  # [T, L], ≤ 0 for keys seen
     if alibi_slopes is not None:
-        scores = scores + alibi_slopes.float().view(1, -1, group, 1) * distance.float()[:, None, None]
+        scores = (
+            scores + alibi_slopes.float().view(1, -1, group, 1) * distance.float()[:, None, None]
+        )
     seen = distance <= 0
     if window > 0:
         seen &= distance > -window
@@ -247,7 +269,9 @@ def _attend(
         top = torch.maximum(top, sink)
     weights = torch.where(mask, _exp(scores - top), torch.zeros(()))
     pad = -length % KEYS_PER_TILE
-    weights = torch.nn.functional.pad(weights, (0, pad)).unflatten(-1, (-1, KEYS_PER_TILE))  # [T, Hk, G, N, 16]
+    weights = torch.nn.functional.pad(weights, (0, pad)).unflatten(
+        -1, (-1, KEYS_PER_TILE)
+    )  # [T, Hk, G, N, 16]
     padded = torch.nn.functional.pad(values, (0, 0, 0, 0, 0, pad)).unflatten(0, (-1, KEYS_PER_TILE))
     total = torch.zeros(weights.shape[:3])
     mixed = torch.zeros(queries.shape)
@@ -339,7 +363,9 @@ def _activation(x: Tensor, kind: str) -> Tensor:
         return _sigmoid(x)
     if kind == "tanh":
         return _tanh(x)
-    raise ValueError(f"activation {kind!r}: no kernel; known: silu gelu gelu_tanh gelu_new quick_gelu relu relu2")
+    raise ValueError(
+        f"activation {kind!r}: no kernel; known: silu gelu gelu_tanh gelu_new quick_gelu relu relu2"
+    )
 
 
 def load(reason: str) -> SimpleNamespace:

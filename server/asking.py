@@ -113,12 +113,12 @@ class Asker:
         try:
             answer = await self._call("POST", "/v1/completions", body)
         except Refused:
-            # An answer with ids is what is wanted; a strict server that doesn't know the field
-            # gets it without.
-            if self.server.is_samebits or not self.server.returns_ids:
+            # An answer with ids is what is wanted; a strict server that doesn't know the field gets
+            # it without.
+            if self.server.is_samebits or not body.pop("return_token_ids", False):
                 raise
             self.server.returns_ids = False
-            answer = await self._call("POST", "/v1/completions", self.body(record, model))
+            answer = await self._call("POST", "/v1/completions", body)
         try:
             return read_reply(answer, 0 if self.server.is_samebits else choice)
         except ValueError as fault:

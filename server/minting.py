@@ -16,7 +16,7 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -203,7 +203,7 @@ class _MintingEngine:
 
     async def generate(
         self, prompt: Prompt, sampling: Sampling, *, request_id: str, priority: int = 0
-    ) -> AsyncIterator[Output]:
+    ) -> AsyncGenerator[Output, None]:
         """As the engine's, with a receipt on the last output. Logprobs are asked for, and hidden
         again if only for us.
         """
@@ -211,7 +211,7 @@ class _MintingEngine:
         asked = dataclasses.replace(sampling, logprobs=0) if hidden else sampling
         answer = Answer()
         source = self._engine.generate(prompt, asked, request_id=request_id, priority=priority)
-        async with aclosing(source) as outputs:  # type: ignore[type-var]
+        async with aclosing(source) as outputs:
             async for output in outputs:
                 answer.add(output)
                 changes: dict[str, Any] = {"logprobs": None} if hidden else {}

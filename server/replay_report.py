@@ -93,7 +93,8 @@ def page(tally: Tally, body: Mapping[str, Any]) -> str:
     if not body["complete"]:
         verdict = "Stopped before the end. " + verdict
     counts = "".join(
-        f"<tr><td>{name.replace('_', ' ')}</td><td class=n>{count}</td><td>{MEANING[name]}</td></tr>"
+        f"<tr><td>{name.replace('_', ' ')}</td><td class=n>{count}</td>"
+        f"<td>{MEANING[name]}</td></tr>"
         for name, count in body["counts"].items()
     )
     reasons = "".join(

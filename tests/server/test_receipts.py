@@ -1,0 +1,253 @@
+"""Receipts: the digests say what the documentation says, and every edit is noticed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from server import canonical, receipts, signing
+from server.engine import Output, Position, Prompt, Sampling, TokenLogprob
+from server.errors import EngineFailed
+from server.minting import Minter
+from tests.server.toy import ToyEngine
+
+VECTORS = json.loads(
+    (Path(__file__).parents[2] / "docs" / "receipts-vectors.json").read_text(encoding="utf-8")
+)
+
+
+async def answer(engine, minter, sampling, prompt=(1, 2, 3), wanted=True):
+    source = minter.over(engine, wanted)
+    return [o async for o in source.generate(Prompt(tuple(prompt)), sampling, request_id="r")]
+
+
+def test_canonical_vectors():
+    for vector in VECTORS["canonical"]:
+        assert canonical.encode(vector["value"]).decode() == vector["bytes"]
+        assert canonical.sha256_of(vector["value"]) == vector["sha256"]
+
+
+def test_receipt_vectors():
+    for vector in VECTORS["receipts"]:
+        request, got = vector["request"], vector["answer"]
+        assert (
+            receipts.request_digest(request["prompt_token_ids"], request["options"])
+            == vector["receipt"]["request_sha256"]
+        )
+        digests = receipts.answer_digests(got["token_ids"], got["logprobs"], got["text"])
+        assert digests.items() <= vector["receipt"].items()
+        receipts.check_record(vector)
+
+
+def test_vectors_of_a_signature():
+    for vector in VECTORS["signed"]:
+        assert signing.verify(vector, vector["signature"]["public_key"]) is None
+
+
+def test_canonical_refuses_what_has_no_one_form():
+    for value in (math.nan, math.inf, {1: 2}, {1, 2}, b"x", object()):
+        with pytest.raises((TypeError, ValueError)):
+            canonical.encode(value)
+
+
+def test_every_option_of_schema_1_is_known():
+    """A field that Sampling gains must be thought about: it is left out of digests only while it
+    is not set.
+    """
+    names = {f.name for f in dataclasses.fields(Sampling)}
+    assert set(receipts.OPTIONS) | receipts.OBSERVING <= names
+    plain = receipts.options_of(Sampling(8))
+    assert set(plain) == set(receipts.OPTIONS)
+    for name in names - receipts.OBSERVING - set(receipts.OPTIONS):
+        assert name not in plain
+
+
+@pytest.mark.parametrize("name", receipts.OPTIONS)
+def test_each_option_changes_the_request_digest(name):
+    base = Sampling(8)
+    value = getattr(base, name)
+    if isinstance(value, bool):
+        changed = not value
+    elif isinstance(value, int | float):
+        changed = value + 1
+    else:
+        changed = {
+            "logit_bias": ((1, 2.0),),
+            "allowed_token_ids": (1,),
+            "structured": ("regex", "a"),
+        }
+        changed = changed.get(name, ("a",))
+    other = dataclasses.replace(base, **{name: changed})
+    digests = {
+        receipts.request_digest([1], receipts.options_of(sampling)) for sampling in (base, other)
+    }
+    assert len(digests) == 2
+
+
+def test_looking_at_logprobs_is_the_same_request():
+    digests = {
+        receipts.request_digest(
+            [1], receipts.options_of(Sampling(8, logprobs=k, prompt_logprobs=k))
+        )
+        for k in (None, 0, 5)
+    }
+    assert len(digests) == 1
+
+
+def test_a_number_written_as_integer_is_the_same_request():
+    options = receipts.options_of(Sampling(8, temperature=1.0, logit_bias=((5, 2.0),)))
+    again = {**options, "temperature": 1, "logit_bias": [[5, 2]]}
+    assert receipts.request_digest([1], options) == receipts.request_digest([1], again)
+
+
+async def test_minted_where_tokens_come_out():
+    engine = ToyEngine()
+    minter = Minter(engine)
+    outputs = await answer(engine, minter, Sampling(6, seed=42))
+    bare = [
+        o
+        async for o in engine.generate(
+            Prompt((1, 2, 3)), Sampling(6, seed=42, logprobs=0), request_id="r"
+        )
+    ]
+    receipt = outputs[-1].receipt
+    assert all(o.receipt is None for o in outputs[:-1])
+    assert receipt["token_ids_sha256"] == canonical.sha256_of_ids(
+        [i for o in bare for i in o.token_ids]
+    )
+    assert receipt["logprobs_sha256"] == canonical.sha256_of_floats(
+        [p.token.logprob for o in bare for p in o.logprobs]
+    )
+    assert receipt["fingerprint"] == engine.fingerprint and receipt["seed"] == 42
+    # The client did not ask for logprobs and sees none, token for token the same answer.
+    assert all(o.logprobs is None for o in outputs)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in bare]
+
+
+async def test_logprobs_that_were_asked_for_stay():
+    engine = ToyEngine()
+    outputs = await answer(engine, Minter(engine), Sampling(3, logprobs=2))
+    assert all(o.logprobs for o in outputs)
+
+
+async def test_not_wanted_and_not_logged_costs_nothing():
+    engine = ToyEngine()
+    assert Minter(engine).over(engine, wanted=False) is engine
+
+
+async def test_leaving_early_stops_the_engine_and_mints_nothing(tmp_path):
+    engine = ToyEngine()
+    source = Minter(engine).over(engine, wanted=True)
+    outputs = source.generate(Prompt((1,)), Sampling(100), request_id="r")
+    await anext(outputs)
+    await outputs.aclose()
+    assert engine.running == 0 and engine.closed == 1
+
+
+class OneOutput(ToyEngine):
+    """Yields what it is told to."""
+
+    def __init__(self, output):
+        super().__init__()
+        self.output = output
+
+    async def generate(self, prompt, sampling, *, request_id, priority=0):
+        yield self.output
+
+
+async def test_an_aborted_answer_has_no_receipt():
+    engine = OneOutput(Output("x", (1,), None, finish_reason="abort"))
+    assert (await answer(engine, Minter(engine), Sampling(3)))[-1].receipt is None
+
+
+async def test_logprobs_that_json_lacks():
+    def output(value):
+        return Output(
+            "x", (1,), (Position(TokenLogprob(1, value, 1, "x"), ()),), finish_reason="stop"
+        )
+
+    engine = OneOutput(output(-math.inf))
+    receipt = (await answer(engine, Minter(engine), Sampling(3)))[-1].receipt
+    assert receipt["logprobs_sha256"] == canonical.sha256_of_floats([-9999.0])
+    engine = OneOutput(output(math.nan))
+    with pytest.raises(EngineFailed):
+        await answer(engine, Minter(engine), Sampling(3))
+
+
+async def test_without_logprobs_the_receipt_says_so():
+    engine = OneOutput(Output("x", (1,), None, finish_reason="stop"))
+    receipt = (await answer(engine, Minter(engine), Sampling(3)))[-1].receipt
+    assert receipt["logprobs_sha256"] is None and receipt["num_tokens"] == 1
+
+
+def record():
+    return json.loads(json.dumps(VECTORS["receipts"][0]))
+
+
+def test_edits_are_noticed():
+    receipts.check_record(record())
+    for path, value, named in [
+        (("answer", "token_ids", 0), 7, "token_ids_sha256"),
+        (("answer", "logprobs", 0), -0.25, "logprobs_sha256"),
+        (("answer", "text"), "no", "text_sha256"),
+        (("request", "options", "seed"), 43, "request_sha256"),
+        (("request", "prompt_token_ids", 0), 9, "request_sha256"),
+        (("receipt", "num_tokens"), 1, "num_tokens"),
+        (("receipt", "schema"), "samebits.receipt/9", "samebits.receipt/9"),
+        (("receipt", "text_sha256"), "zz", "text_sha256"),
+        (("answer", "logprobs"), {"a": 1}, "malformed"),
+        (("request", "options"), None, "malformed"),
+    ]:
+        edited = record()
+        at = edited
+        for key in path[:-1]:
+            at = at[key]
+        at[path[-1]] = value
+        with pytest.raises(receipts.BadReceipt, match=named):
+            receipts.check_record(edited)
+    for key in receipts.REQUIRED:
+        cut = record()
+        del cut["receipt"][key]
+        with pytest.raises(receipts.BadReceipt, match=key):
+            receipts.check_record(cut)
+
+
+def test_one_bit_of_a_logprob_counts():
+    edited = record()
+    edited["answer"]["logprobs"][-1] = math.nextafter(edited["answer"]["logprobs"][-1], 0)
+    with pytest.raises(receipts.BadReceipt, match="logprobs_sha256"):
+        receipts.check_record(edited)
+
+
+def test_signatures(tmp_path):
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    def key_file(name):
+        path = tmp_path / name
+        path.write_bytes(
+            Ed25519PrivateKey.generate().private_bytes(
+                serialization.Encoding.PEM,
+                serialization.PrivateFormat.PKCS8,
+                serialization.NoEncryption(),
+            )
+        )
+        return path
+
+    signer, other = (signing.Signer.from_file(key_file(n)) for n in "ab")
+    signed = signer.sign(record()["receipt"])
+    assert signing.verify(signed) is None
+    assert signing.verify(signed, signer.public_key) is None
+    assert "another key" in signing.verify(signed, other.public_key)
+    assert "edited" in signing.verify({**signed, "created": 1})
+    assert signing.verify(record()["receipt"]) == "not signed"
+    broken = {**signed, "signature": {**signed["signature"], "value": "!"}}
+    assert "malformed" in signing.verify(broken)
+    (tmp_path / "bad").write_text("no key")
+    for path in (tmp_path / "bad", tmp_path / "absent"):
+        with pytest.raises(signing.BadKey):
+            signing.Signer.from_file(path)

@@ -96,14 +96,11 @@ class Asker:
             version = await self._call("GET", "/version")
         except Refused:
             version = {}
-        found = version.get("system_fingerprint") or version.get("fingerprint")
+        found = version.get("system_fingerprint")
         if isinstance(found, str) and found.startswith("sb1-"):
             self.server.is_samebits, self.server.fingerprint = True, found
-            try:
-                body = await self._call("GET", "/fingerprint")
-                self.server.tree = body.get("tree")
-            except Refused:
-                self.server.tree = version.get("tree")
+            tree = version.get("fingerprint")
+            self.server.tree = tree if isinstance(tree, dict) else None
         return self.server
 
     async def ask(self, record: Mapping[str, Any], model: str) -> Reply:

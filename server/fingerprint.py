@@ -11,6 +11,7 @@ docs/fingerprint.md says what is in and what is out, and why.
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -255,3 +256,17 @@ def _scalar(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_scalar(item) for item in value]
     return str(value)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """`samebits fingerprint`."""
+    from server import fingerprint_command
+
+    fingerprint_command.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """`samebits fingerprint`; returns the exit code."""
+    from server import fingerprint_command
+
+    return fingerprint_command.run(args)

@@ -4,6 +4,7 @@ names.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
 import os
@@ -14,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from server import fingerprint, machine, weights
+from server.receiptlog import ReceiptLog
+from tests.server.toy import ToyEngine, app, serving
 
 ENGINE = {
     "dtype": "bfloat16",
@@ -282,3 +285,41 @@ def test_drivers_are_read(tmp_path, monkeypatch):
 
 def test_the_ops_sources_are_found_without_importing_them():
     assert len(machine.ops_code_digest() or "") == 64
+
+
+class TestCommand:
+    """`samebits fingerprint`."""
+
+    def run(self, capsys, *argv):
+        parser = argparse.ArgumentParser()
+        fingerprint.add_arguments(parser)
+        code = fingerprint.run(parser.parse_args(list(argv)))
+        return code, capsys.readouterr()
+
+    def test_of_a_running_server(self, tmp_path, capsys):
+        engine = ToyEngine()
+        with serving(app(engine)) as url:
+            code, said = self.run(capsys, "--base-url", url + "/v1", "--save", str(tmp_path / "a"))
+            assert code == 0 and said.out.startswith(engine.fingerprint)
+            code, said = self.run(capsys, "--diff", url, str(tmp_path / "a"))
+            assert code == 0 and "the same" in said.out
+        with serving(app(ToyEngine(dtype="float32"))) as url:
+            code, said = self.run(capsys, "--diff", str(tmp_path / "a"), url)
+        assert code == 1 and "engine option dtype differs: bfloat16 / float32" in said.out
+
+    def test_of_a_receipts_log(self, tmp_path, capsys):
+        engine = ToyEngine()
+        header = {"fingerprint": engine.fingerprint, "tree": dict(engine.fingerprint_tree)}
+        ReceiptLog(tmp_path / "log.jsonl", header, max_bytes=1 << 20).close()
+        (tmp_path / "tree.json").write_text(json.dumps(engine.fingerprint_tree, indent=2))
+        code, _ = self.run(
+            capsys, "--diff", str(tmp_path / "log.jsonl"), str(tmp_path / "tree.json")
+        )
+        assert code == 0
+
+    @pytest.mark.parametrize("content", ["", "{}", "[1]", "\x00", '{"schema": "other"}'])
+    def test_sources_that_hold_none(self, tmp_path, capsys, content):
+        (tmp_path / "x").write_text(content)
+        code, said = self.run(capsys, "--diff", str(tmp_path / "x"), str(tmp_path / "absent"))
+        assert code == 2 and str(tmp_path / "x") in said.err
+        assert self.run(capsys, "--base-url", "http://127.0.0.1:9")[0] == 2

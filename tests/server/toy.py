@@ -146,17 +146,15 @@ def app(engine: ToyEngine, minter: Minter | None = None, *, ids: bool = True) ->
         return JSONResponse({"data": [{"id": engine.info.name}]})
 
     async def version(_: Request) -> JSONResponse:
-        return JSONResponse({"system_fingerprint": engine.fingerprint} if ids else {"version": "1"})
-
-    async def whole(_: Request) -> JSONResponse:
-        return JSONResponse({"tree": engine.fingerprint_tree})
+        shown = {"system_fingerprint": engine.fingerprint, "fingerprint": engine.fingerprint_tree}
+        return JSONResponse(shown if ids else {"version": "1"})
 
     routes = [
         Route("/v1/completions", complete, methods=["POST"]),
         Route("/v1/models", models),
         Route("/version", version),
     ]
-    return Starlette(routes=[*routes, Route("/fingerprint", whole)] if ids else routes)
+    return Starlette(routes=routes)
 
 
 @contextlib.contextmanager

@@ -8,14 +8,14 @@
 //   blocks of 64 keys at multiples of 64: top = max(old top, block's max); w = exp(score - top);
 //          sums and accumulators are scaled by exp(old top - top); lane i of sixteen sums the weights of keys
 //          i, i+16, i+32, i+48; each output dimension takes the block's valid keys ascending, one FMA each
-//   splits of 512 keys at multiples of 512: each starts afresh; they are merged in ascending order, a sink last
+//   splits of 256 keys at multiples of 256: each starts afresh; they are merged in ascending order, a sink last
 // So the bits depend on p, the window, and the keys: not on the prompt's chunks, the neighbours or the cache blocks.
 #pragma once
 #include <vector>
 #include "linear.h"
 #include "vmath.h"
 
-constexpr int KEY_BLOCK = 64, KV_SPLIT = 512, TILES = KEY_BLOCK / LANES;
+constexpr int KEY_BLOCK = 64, KV_SPLIT = 256, TILES = KEY_BLOCK / LANES;
 
 struct Attention {
   const void* q; int64_t ldq;                       // [tokens, q_heads * d]
@@ -87,9 +87,12 @@ SB_INLINE float weigh(const Attention& a, int64_t q_head, int64_t key0, int64_t 
   }
   const float block_top = hmax(m);
   const float now = *top > block_top ? *top : block_top;
-  float factor[LANES];
-  vstore(factor, vexp(vset1(*top - now)));
-  V16 sum = vmul(vload(lane_sums), vset1(factor[0]));
+  float factor[LANES] = {1.f};
+  V16 sum = vload(lane_sums);
+  if (now != *top) {  // exp(0) is exactly 1 and needs no work
+    vstore(factor, vexp(vset1(*top - now)));
+    sum = vmul(sum, vset1(factor[0]));
+  }
   for (int t = t0; t < t1; t++) {
     const V16 e = vexp(vsub(vload(s + t * LANES), vset1(now)));
     sum = vadd(sum, e);

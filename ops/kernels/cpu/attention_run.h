@@ -71,7 +71,8 @@ template <class T> static void attend(const Attention& a, const Work& w) {
 static std::vector<Work> attention_work(const Attention& a) {
   std::vector<Work> list;
   const int group = (int)(a.q_heads / a.kv_heads);
-  const int64_t per = group >= 64 ? 1 : 64 / group;
+  int64_t per = group >= 64 ? 1 : 64 / group;
+  if (per > 4) per = per / 4 * 4;  // 3 heads * 20 queries = 5 tiles of twelve rows
   for (int64_t s = 0; s < a.sequences; s++) {
     const int64_t queries = a.starts[s + 1] - a.starts[s], len = a.lens[s];
     for (int64_t q0 = (queries - 1) / per * per; queries > 0 && q0 >= 0; q0 -= per) {  // longest first
@@ -99,19 +100,20 @@ template <class T> static void attend_by_split(const Attention& a, const std::ve
   }
   float* parts = scratch<7>(floats);
   std::atomic<int> next{0};
+  std::vector<std::atomic<int>> done(list.size());
+  for (auto& d : done) d = 0;
   parallel(runtime.threads, [&](int, int) {
     for (int i; (i = next.fetch_add(1)) < (int)units.size();) {
-      const Work& w = list[(size_t)units[(size_t)i].work];
+      const Unit& u = units[(size_t)i];
+      const size_t at_work = (size_t)u.work;
+      const Work& w = list[at_work];
       float* q = scratch<4>((size_t)(w.rows * a.d));
       load_queries<T>(a, w, q);
-      attend_split<T>(a, w, q, units[(size_t)i].split, seen_in(parts + units[(size_t)i].at, w.rows));
-    }
-  });
-  parallel(runtime.threads, [&](int t, int team) {
-    for (size_t i = (size_t)t; i < list.size(); i += (size_t)team) {
+      attend_split<T>(a, w, q, u.split, seen_in(parts + u.at, w.rows));
       int64_t first, last;
-      split_range(a, list[i], &first, &last);
-      merge_and_store<T>(a, list[i], parts + at[i], last - first + 1);
+      split_range(a, w, &first, &last);
+      if (done[at_work].fetch_add(1) == last - first)  // the last one to finish merges, in ascending order
+        merge_and_store<T>(a, w, parts + at[at_work], last - first + 1);
     }
   });
 }

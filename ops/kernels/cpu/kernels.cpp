@@ -3,6 +3,7 @@
 #include "draw.h"
 #include "attention_run.h"
 #include "linear.h"
+#include "moe.h"
 #include "pack.h"
 #include "rows.h"
 
@@ -16,8 +17,6 @@ API void sb_runtime(void* parallel_entry, void* thread_entry, void* team_entry, 
   runtime.threads = threads;
 }
 API void sb_threads(int threads) { runtime.threads = threads < 1 ? 1 : threads; }
-
-struct Weight { const void* w; int64_t n, k; int32_t dt; };
 
 API void sb_pack(const void* src, int64_t ld, void* dst, int dt, int64_t n, int64_t k) { pack_run(src, ld, dst, dt, n, k); }
 API void sb_take_rows(const Weight* w, const int64_t* ids, int64_t m, void* out) {
@@ -98,4 +97,5 @@ API void sb_cache_write(const void* key, const void* value, int dt, int64_t ldk,
                   slots + r.begin, r.end - r.begin, heads, d, block_size);
   });
 }
+API void sb_moe(const Moe* a) { moe_run(*a); }
 API void sb_attention(const Attention* a) { attention_run(*a); }

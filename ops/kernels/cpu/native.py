@@ -8,6 +8,8 @@ on the number of rows, the row's place, the thread count or the instruction set.
 from __future__ import annotations
 
 import ctypes
+import struct
+from collections.abc import Sequence
 from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
@@ -47,7 +49,8 @@ _SIGNATURES: dict[str, list[Any]] = {
     "sb_sum": [_P, _I, _L, _L, _L, _F, _P],
     "sb_act": [_P, _I, _L, _L, _L, _I, _I, _P],
     "sb_cache_write": [_P, _P, _I, _L, _L, _P, _L, _L, _P, _L, _L, _L, _L],
-    "sb_attention": [_P],
+    "sb_attention": [ctypes.c_char_p],
+    "sb_moe": [ctypes.c_char_p],
     "sb_rotary": [_P, _L, _P, _L, _L, _P, _L, _L, _I, _P, _I, _L, _L, _I],
 }
 
@@ -56,13 +59,9 @@ class _Weight(ctypes.Structure):
     _fields_ = [("w", c_void_p), ("n", c_int64), ("k", c_int64), ("dt", c_int32)]  # noqa: RUF012
 
 
-class _Attention(ctypes.Structure):
-    _fields_ = [  # noqa: RUF012
-        ("q", _P), ("ldq", _L), ("cache", _P), ("block_stride", _L), ("head_stride", _L), ("dt", _I), ("table", _P),
-        ("ldt", _L), ("starts", _P), ("lens", _P), ("sequences", _L), ("q_heads", _L), ("kv_heads", _L), ("d", _L),
-        ("block_size", _L), ("scale", _F), ("softcap", _F), ("window", _L), ("causal", _I), ("slopes", _P),
-        ("sinks", _P), ("out", _P),
-    ]  # fmt: skip
+# The structs of attention.h and moe.h, field by field in native layout: packing bytes costs a tenth of a ctypes struct.
+_ATTENTION = struct.Struct("@PqPqqiPqPPqqqqqffqiPPP")
+_MOE = struct.Struct("@PPqPiqqqPPqiiP")
 
 
 class Packed:
@@ -74,6 +73,18 @@ class Packed:
         self.n, self.k, self.dtype, self.data = n, k, data.dtype, data
         self._struct = _Weight(data.data_ptr(), n, k, DTYPES[data.dtype])
         self.address = ctypes.addressof(self._struct)
+
+
+class MoeTable(list[Packed]):
+    """One packed weight per expert, all of one shape, with the table of addresses that C reads."""
+
+    def __init__(self, experts: Sequence[Packed]) -> None:
+        super().__init__(experts)
+        self.n, self.k = self[0].n, self[0].k
+        if any((e.n, e.k, e.dtype) != (self.n, self.k, self[0].dtype) for e in self):
+            raise ValueError("moe: every expert must have the same shape and dtype")
+        self._array = (c_void_p * len(self))(*(e.address for e in self))
+        self.address = ctypes.addressof(self._array)
 
 
 def _openmp() -> tuple[Any, Any, Any] | None:
@@ -107,6 +118,7 @@ class Native:
         lib.sb_runtime(*entries, self.threads)
         self._linear, self._rms, self._add_rms = lib.sb_linear, lib.sb_rms_norm, lib.sb_add_rms_norm
         self._act, self._rotary = lib.sb_act, lib.sb_rotary
+        self._attention, self._cache_write = lib.sb_attention, lib.sb_cache_write
 
     def set_threads(self, threads: int) -> None:
         """How many threads a call may use. Changes speed, never bits."""
@@ -159,6 +171,38 @@ class Native:
             self._linear(
                 packed.address, x.data_ptr(), DTYPES[x.dtype], ldx, m, bias.data_ptr(), DTYPES[bias.dtype], out.data_ptr()
             )
+        return out
+
+    def moe(
+        self,
+        x: Tensor,
+        w13: Sequence[Packed],
+        w2: Sequence[Packed],
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: str,
+    ) -> Tensor:
+        """Sum over slots, in slot order, of weight * expert(x): x[M, H], topk_*[M, k] -> [M, H].
+
+        w13[e]: [2I, H] (gated) or [I, H]; w2[e]: [H, I]. Roundings and order are told in moe.h. A negative id takes
+        no part. Pass `MoeTable`s to save time.
+        """
+        m, h = x.shape
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        up, down = (w if isinstance(w, MoeTable) else MoeTable(w) for w in (w13, w2))
+        if up.k != h or down.n != h or up.n not in (down.k, 2 * down.k) or len(up) != len(down):
+            raise ValueError(f"moe: input of {h} columns, w13 [{up.n}, {up.k}], w2 [{down.n}, {down.k}]")
+        out = torch.empty((m, h), dtype=x.dtype)
+        if not m:
+            return out
+        weights = topk_weights.to(torch.float32).contiguous()
+        ids = topk_ids.to(torch.int32).contiguous()
+        call = _MOE.pack(
+            up.address, down.address, len(up), x.data_ptr(), DTYPES[x.dtype], x.stride(0), m, h, weights.data_ptr(),
+            ids.data_ptr(), ids.shape[1], ACTS[activation], int(up.n == 2 * down.k), out.data_ptr(),
+        )  # fmt: skip
+        self._c.sb_moe(call)
         return out
 
     # -- rows ---------------------------------------------------------------------------------------------------
@@ -310,7 +354,7 @@ class Native:
             raise TypeError(f"reshape_and_cache: {key.dtype} keys for a {kv_cache.dtype} cache")
         key, value = _head_rows(key), _head_rows(value)
         slots = slot_mapping if slot_mapping.dtype == torch.int64 else slot_mapping.to(torch.int64)
-        self._c.sb_cache_write(
+        self._cache_write(
             key.data_ptr(), value.data_ptr(), DTYPES[key.dtype], key.stride(0), value.stride(0), kv_cache.data_ptr(),
             kv_cache.stride(0), kv_cache.stride(1), slots.data_ptr(), tokens, kv_cache.shape[1], d, block_size,
         )  # fmt: skip
@@ -347,13 +391,13 @@ class Native:
         block_table, query_start_loc, seq_lens = _i32(block_table), _i32(query_start_loc), _i32(seq_lens)
         slopes = None if alibi_slopes is None else alibi_slopes.float().contiguous()
         sinks = None if sinks is None else sinks.float().contiguous()
-        call = _Attention(
+        call = _ATTENTION.pack(
             q.data_ptr(), q.stride(0), kv_cache.data_ptr(), kv_cache.stride(0), kv_cache.stride(1), DTYPES[q.dtype],
             block_table.data_ptr(), block_table.stride(0), query_start_loc.data_ptr(), seq_lens.data_ptr(),
             seq_lens.numel(), q.shape[1], kv_cache.shape[1], d, block_size, scale, softcap, window, int(causal),
-            _ptr(slopes), _ptr(sinks), out.data_ptr(),
+            _ptr(slopes) or 0, _ptr(sinks) or 0, out.data_ptr(),
         )  # fmt: skip
-        self._c.sb_attention(ctypes.addressof(call))
+        self._attention(call)
         return out
 
 

@@ -231,6 +231,19 @@ KERNELS: tuple[Row, ...] = (
         "the batch-invariant attention has no full graphs, and vllm-ascend does not check",
         "vllm-ascend docs, batch_invariance.md",
     ),
+    _option(
+        "enforce_eager",
+        True,
+        "what runs inside a captured graph cannot be recorded and judged; piecewise graphs stay off"
+        " until it can",
+        "ops/recorder.py",
+    ),
+    _option(
+        "block_size",
+        128,
+        "the attention's block of keys; vllm-ascend sets it only with the options below on",
+        "vllm_ascend/utils.py, refresh_block_size",
+    ),
     _option("attention_backend", None, "one attention kernel", "vllm_ascend/platform.py"),
 )
 

@@ -231,7 +231,7 @@ def _differs_across_ranks(group: Any, method: str) -> str | None:
     """What differs when the group reduces known parts, in words; None if nothing does."""
     size, rank = group.world_size, group.rank_in_group
     for dtype in (torch.bfloat16, torch.float32):
-        parts = _parts(size, dtype, group.device_communicator.device)
+        parts = _parts(size, dtype, group.device)
         want = ordered_sum(parts)
         for m in (1, 7, 64, parts.shape[1]):
             rows = m - m % size if method == "reduce_scatter" else m

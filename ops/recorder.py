@@ -57,6 +57,14 @@ LEADS_TO_OURS: dict[str, str] = {
     "vllm::unified_kv_cache_update": "calls the attention backend, which is ours",
     "vllm::moe_forward": "calls UnquantizedFusedMoEMethod, which is ours",
     "vllm::moe_forward_shared": "calls UnquantizedFusedMoEMethod, which is ours",
+    "vllm::all_reduce": "calls the device communicator, which is ours",
+    "vllm::reduce_scatter": "calls the device communicator, which is ours",
+    "vllm::all_gather": "moves bits, computes none",
+    # vllm-ascend's, with flashcomm off (the table forces it)
+    "vllm::unquantized_gemm": "calls aten::linear, which is ours",
+    "vllm::maybe_chunk_residual": "hands the residual on as it is",
+    "vllm::maybe_pad_and_reduce": "calls the device communicator, which is ours",
+    "vllm::maybe_all_reduce_tensor_model_parallel": "calls the device communicator, which is ours",
 }
 _INTEGERS_ONLY = {"cumsum"}  # fine on integers, an order of floats otherwise
 

@@ -1,0 +1,184 @@
+"""Batch files: requests in (OpenAI's format, or plain prompts), answers out, a line each;
+resumable by what is there.
+
+In:   {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {…}}, or a prompt a
+line (as it stands,
+      or as a JSON string where it has line breaks).
+Out:  {"id": …, "custom_id": "a", "response": {"status_code": 200, "request_id": …, "body": {…}},
+"error": null}
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MAX_LINE_BYTES = 64 << 20
+URLS = ("/v1/completions", "/v1/chat/completions")
+
+
+class BadFile(ValueError):
+    """An input or output file that can't be used. The message says why, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One line to answer. `fault` says why it can't be asked; then there is no body."""
+
+    custom_id: str
+    url: str
+    body: Mapping[str, Any]
+    num_bytes: int
+    fault: str | None = None
+
+
+def read_tasks(path: Path, defaults: Mapping[str, Any]) -> Iterator[Task]:
+    """The lines of the input, one at a time. `defaults` are body fields that a line does not set."""
+    with path.open("rb") as file:
+        plain: bool | None = None
+        number = 0
+        while raw := file.readline(MAX_LINE_BYTES):
+            number += 1
+            if not raw.strip():
+                continue
+            if plain is None:
+                plain = not raw.lstrip().startswith(b"{")
+            read = _plain if plain else _request
+            yield read(raw, f"line-{number}", defaults)
+
+
+def _plain(raw: bytes, name: str, defaults: Mapping[str, Any]) -> Task:
+    try:
+        text: Any = raw.decode("utf-8").rstrip("\r\n")
+    except UnicodeDecodeError:
+        return Task(name, URLS[0], {}, len(raw), "the line is not UTF-8")
+    if text.startswith('"'):
+        try:
+            text = json.loads(text)
+        except ValueError:
+            pass  # a prompt that begins with a quotation mark
+    return Task(name, URLS[0], {**defaults, "prompt": text}, len(raw))
+
+
+def _request(raw: bytes, name: str, defaults: Mapping[str, Any]) -> Task:
+    def bad(fault: str, custom_id: str = name) -> Task:
+        return Task(custom_id, "", {}, len(raw), fault)
+
+    try:
+        line = json.loads(raw)
+    except (ValueError, RecursionError):
+        return bad("the line is no JSON")
+    if not isinstance(line, dict):
+        return bad("the line is no JSON object")
+    custom_id = line.get("custom_id")
+    if not isinstance(custom_id, str) or not custom_id:
+        return bad("custom_id is required: a text")
+    if line.get("method", "POST") != "POST":
+        return bad("method: only POST", custom_id)
+    if line.get("url") not in URLS:
+        return bad(f"url: should be one of {', '.join(URLS)}", custom_id)
+    body = line.get("body")
+    if not isinstance(body, dict):
+        return bad("body is required: an object", custom_id)
+    if body.get("stream"):
+        return bad("body.stream: an answer in a file is not streamed", custom_id)
+    return Task(custom_id, line["url"], {**defaults, **body}, len(raw))
+
+
+class Output:
+    """The output file, held by one process. What it holds already is done; a torn last line is cut
+    off.
+    """
+
+    def __init__(self, path: Path, fingerprint: str, *, mix: bool = False) -> None:
+        """Raises `BadFile` when another process holds it, or it has answers of another
+        fingerprint.
+        """
+        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._file)
+            raise BadFile(f"{path}: another batch is writing to it") from None
+        self._done: set[bytes] = set()
+        self.failed = 0
+        try:
+            end = self._read_back(path, fingerprint, mix)
+        except BaseException:
+            os.close(self._file)
+            raise
+        os.ftruncate(self._file, end)
+        self.resumed = len(self._done)
+
+    def take(self, custom_id: str) -> bool:
+        """Mark as done. False: it was done before, in this run or in an earlier one."""
+        key = _key(custom_id)
+        if key in self._done:
+            return False
+        self._done.add(key)
+        return True
+
+    def add(self, custom_id: str, response: Mapping[str, Any] | None, fault: str | None) -> None:
+        """One answer, in one write."""
+        error = None if fault is None else {"code": "invalid_line", "message": fault}
+        line = {
+            "id": f"batch_req_{secrets.token_hex(12)}",
+            "custom_id": custom_id,
+            "response": response,
+            "error": error,
+        }
+        self._count(line)
+        raw = json.dumps(line, ensure_ascii=False, separators=(",", ":"))
+        data = raw.encode("utf-8", "backslashreplace") + b"\n"
+        before = os.fstat(self._file).st_size
+        try:
+            written = os.write(self._file, data)
+        except OSError:
+            os.ftruncate(self._file, before)
+            raise
+        if written != len(data):
+            os.ftruncate(self._file, before)
+            raise OSError(28, "No space left on device")
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def _count(self, line: Mapping[str, Any]) -> None:
+        response = line.get("response")
+        if line.get("error") or not response or response.get("status_code") != 200:
+            self.failed += 1
+
+    def _read_back(self, path: Path, fingerprint: str, mix: bool) -> int:
+        """Offset behind the last whole line."""
+        end = 0
+        with path.open("rb") as file:
+            for raw in file:
+                try:
+                    line = json.loads(raw) if raw.endswith(b"\n") else None
+                except ValueError:
+                    line = None
+                if not isinstance(line, dict) or not isinstance(line.get("custom_id"), str):
+                    if not raw.endswith(b"\n"):
+                        return end
+                    raise BadFile(f"{path}: is no output of a batch; choose another name")
+                end += len(raw)
+                found = ((line.get("response") or {}).get("body") or {}).get("system_fingerprint")
+                if found and found != fingerprint and not mix:
+                    raise BadFile(
+                        f"{path}: holds answers of fingerprint {found}, this start has "
+                        f"{fingerprint}; choose another file, or --mix to go on all the same"
+                    )
+                self._done.add(_key(line["custom_id"]))
+                self._count(line)
+        return end
+
+
+def _key(custom_id: str) -> bytes:
+    return hashlib.blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()

@@ -337,4 +337,8 @@ def draw(
 
         native = cpu.load()
         return native.draw(logits, opts) if native else draw_rows(logits, opts)
+    if logits.device.type == "cuda":
+        from ops.kernels.triton import draw as triton
+
+        return triton.draw(logits, opts)
     return draw_rows(logits, opts)

@@ -1,4 +1,4 @@
-"""The draw: published vectors, golden values, an independent implementation, and every fast form."""
+"""The draw: published vectors, golden values, an independent form, and every fast form."""
 
 from __future__ import annotations
 
@@ -265,7 +265,8 @@ def test_filters_under_ties() -> None:
 @pytest.mark.parametrize(
     ("name", "index", "bad"),
     [
-        ("temperature", 0, -1.0), ("temperature", 0, float("nan")), ("temperature", 0, float("inf")),
+        ("temperature", 0, -1.0), ("temperature", 0, float("nan")),
+        ("temperature", 0, float("inf")),
         ("top_p", 2, 0.0), ("top_p", 2, 1.5), ("min_p", 3, -0.1), ("choice", 5, -1),
         ("position", 6, 2**32),
     ],

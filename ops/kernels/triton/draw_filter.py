@@ -1,0 +1,224 @@
+"""Where a row's filters cut, in Triton: the last token that min_p, top_k and top_p keep.
+
+No sort. Every filter keeps a prefix of one order (logit from high to low, then token id from low to
+high), so a cut is one (logit, token id), found bit by bit: how many tokens, or how much mass, lie
+at or above a candidate. Masses are integers, so no sum depends on its order. Most rows are
+decided on a short list of their largest tokens; the whole row is walked only where that list
+can't decide.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from ops.kernels.triton.draw_steps import cleaned, mass, order, shifted
+
+if TYPE_CHECKING:
+    from ops.sampling import Rows
+
+LIST = 4096  # room for a row's largest tokens
+_FULL_P = tl.constexpr(2**24)
+
+
+@triton.jit
+def _key(x):
+    """uint32 that sorts as the cleaned float32 does."""
+    return order(x).to(tl.uint32, bitcast=True) ^ 0x80000000
+
+
+@triton.jit
+def _tally(
+    x_ptr, id_ptr, n, listed, best, inv_t, low, cut, cut_id, key_min, id_end,
+    MASS: tl.constexpr, EQUAL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """How many tokens (MASS: how much mass) of the first n lie above or at the cut and have a key
+    of at least key_min (EQUAL: that key, and an id below id_end). int64."""
+    lane = tl.arange(0, BLOCK)
+    acc = tl.zeros((BLOCK,), tl.int64)
+    for start in range(0, n, BLOCK):
+        at = start + lane
+        x = cleaned(tl.load(x_ptr + at, mask=at < n, other=float("-inf")))
+        token = at
+        if listed:
+            token = tl.load(id_ptr + at, mask=at < n, other=0x7FFFFFFF)
+        u = _key(x)
+        hit = (at < n) & ((u > cut) | ((u == cut) & (token <= cut_id)))
+        if EQUAL:
+            hit = hit & (u == key_min) & (token < id_end)
+        else:
+            hit = hit & (u >= key_min)
+        if MASS:
+            t = shifted(x, best) * inv_t
+            acc += tl.where(hit & (t >= low), mass(t), 0).to(tl.int64)
+        else:
+            acc += hit.to(tl.int64)
+    return tl.sum(acc, axis=0)
+
+
+@triton.jit
+def _last_id(x_ptr, id_ptr, n, listed, cut, cut_id, key, r, BLOCK: tl.constexpr):
+    """The id of the r-th token, by id, of those with this key: the largest c with fewer than r
+    ids below it.
+    """
+    found = r.to(tl.int32) * 0
+    for bit in range(31):
+        c = found | (1 << (30 - bit))
+        below = _tally(
+            x_ptr, id_ptr, n, listed, 0.0, 0.0, 0.0, cut, cut_id, key, c, False, True, BLOCK
+        )
+        found = tl.where(below < r, c, found)
+    return found
+
+
+@triton.jit
+def _edges_kernel(
+    x_ptr, peak_ptr, inv_t_ptr, low_ptr, k_ptr, p_ptr, list_x_ptr, list_id_ptr, edge_ptr,
+    V, groups, stride_x,
+    GROUPS: tl.constexpr, LIST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """edge[row] = (logit, token id, lowest t) of the last token kept; everything where no filter
+    is on.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    k, p = tl.load(k_ptr + row), tl.load(p_ptr + row)
+    low, inv_t = tl.load(low_ptr + row), tl.load(inv_t_ptr + row)
+    x_ptr += row * stride_x
+    list_x_ptr += row * LIST
+    list_id_ptr += row * LIST
+    g = tl.arange(0, GROUPS)
+    peaks = tl.load(peak_ptr + row * groups + g, mask=g < groups, other=float("-inf"))
+    best = tl.max(peaks, axis=0)
+    by_k = k > 0
+    by_p = p < _FULL_P
+    cut = (k * 0).to(tl.uint32)  # everything
+    cut_id = k * 0 + 0x7FFFFFFF
+    if (inv_t > 0) & (by_k | by_p):
+        lane = tl.arange(0, BLOCK)
+        # The want-th largest peak: at least so many tokens lie at or above it.
+        want = tl.minimum(tl.where(by_k, k, 1024), groups)
+        bound = cut
+        u = _key(peaks)
+        for bit in range(32):
+            c = bound | (tl.full((), 1, tl.uint32) << (31 - bit))
+            enough = tl.sum(((u >= c) & (g < groups)).to(tl.int32), axis=0) >= want
+            bound = tl.where(enough, c, bound)
+        bound = tl.where(by_k & (k > groups), cut, bound)
+        # List what lies at or above it, and weigh the whole row where top_p needs that.
+        count = k * 0
+        whole = tl.zeros((BLOCK,), tl.int64)
+        for start in range(0, V, BLOCK):
+            at = start + lane
+            x = cleaned(tl.load(x_ptr + at, mask=at < V, other=float("-inf")))
+            hit = (_key(x) >= bound) & (at < V)
+            spot = count + tl.cumsum(hit.to(tl.int32), axis=0) - 1
+            tl.store(list_x_ptr + spot, x, mask=hit & (spot < LIST))
+            tl.store(list_id_ptr + spot, at, mask=hit & (spot < LIST))
+            count += tl.sum(hit.to(tl.int32), axis=0)
+            if by_p & (by_k == 0):
+                t = shifted(x, best) * inv_t
+                whole += tl.where(t >= low, mass(t), 0).to(tl.int64)
+        tl.debug_barrier()
+        listed = count <= LIST
+        n = tl.where(listed, count, V)
+        src = list_x_ptr if listed else x_ptr
+        if by_k:
+            key = cut
+            for bit in range(32):
+                c = key | (tl.full((), 1, tl.uint32) << (31 - bit))
+                many = _tally(
+                    src, list_id_ptr, n, listed, best, inv_t, low, cut * 0, 0x7FFFFFFF, c, 0,
+                    False, False, BLOCK,
+                )  # fmt: skip
+                key = tl.where(many >= k, c, key)
+            above = _tally(
+                src, list_id_ptr, n, listed, best, inv_t, low, cut * 0, 0x7FFFFFFF, key + 1, 0,
+                False, False, BLOCK,
+            )  # fmt: skip
+            cut_id = _last_id(src, list_id_ptr, n, listed, cut, cut_id, key, k - above, BLOCK)
+            cut = key
+        if by_p:
+            total = tl.sum(whole, axis=0)
+            here = _tally(
+                src, list_id_ptr, n, listed, best, inv_t, low, cut, cut_id, cut, 0,
+                True, False, BLOCK,
+            )  # fmt: skip
+            if by_k:
+                total = here
+            target = (total >> 24) * p + (((total & (_FULL_P - 1)) * p) >> 24)
+            if here < target:
+                listed = count < 0  # the list is too short: walk the row
+                n = V
+                src = x_ptr
+            key = cut * 0
+            for bit in range(32):
+                c = key | (tl.full((), 1, tl.uint32) << (31 - bit))
+                held = _tally(
+                    src, list_id_ptr, n, listed, best, inv_t, low, cut, cut_id, c, 0,
+                    True, False, BLOCK,
+                )  # fmt: skip
+                key = tl.where(held >= target, c, key)
+            above = _tally(
+                src, list_id_ptr, n, listed, best, inv_t, low, cut, cut_id, key + 1, 0,
+                True, False, BLOCK,
+            )  # fmt: skip
+            o = (key ^ 0x80000000).to(tl.int32, bitcast=True)
+            value = (o ^ ((o >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+            each = mass(shifted(value, best) * inv_t).to(tl.int64)
+            r = (target - above + each - 1) // tl.maximum(each, 1)
+            cut_id = _last_id(src, list_id_ptr, n, listed, cut, cut_id, key, r, BLOCK)
+            cut = key
+    o = (cut ^ 0x80000000).to(tl.int32, bitcast=True)
+    value = (o ^ ((o >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    everything = cut == 0
+    tl.store(edge_ptr + row * 3, tl.where(everything, float("-inf"), value))
+    tl.store(edge_ptr + row * 3 + 1, cut_id.to(tl.float32, bitcast=True))
+    tl.store(edge_ptr + row * 3 + 2, low)
+
+
+@functools.lru_cache(maxsize=4096)
+def lowest_with(least: int) -> float:
+    """The smallest t <= 0 with a mass of at least `least`, which is 1 to 2**30."""
+    from ops.sampling import mass as defined
+
+    inside, outside = 0, 0x41B00000  # magnitudes of t, as bits: 0 is in, 22 is out
+    while outside - inside > 1:
+        middle = (inside + outside) // 2
+        t = -torch.tensor([middle], dtype=torch.int32).view(torch.float32)
+        if int(defined(t)) >= least:
+            inside = middle
+        else:
+            outside = middle
+    return -float(torch.tensor([inside], dtype=torch.int32).view(torch.float32))
+
+
+def edges(
+    x: torch.Tensor, peak: torch.Tensor, inv_t: torch.Tensor, opts: Rows, exact: Any
+) -> torch.Tensor:
+    """float32 [N, 3]: the last token kept, as (logit, token id as bits, lowest t).
+
+    x [N, V], peak [N, groups].
+    """
+    n, vocab = x.shape
+    groups = peak.shape[1]
+    low = np.array([lowest_with(int(m)) if m > 0 else -np.inf for m in opts.min_p], np.float32)
+    off = ~opts.filtered
+    host = (
+        np.where(off, -np.inf, low).astype(np.float32),
+        np.where(opts.top_k < vocab, opts.top_k, 0).astype(np.int32),
+        opts.top_p.astype(np.int32),
+    )
+    low_t, k_t, p_t = (torch.from_numpy(a).to(x.device) for a in host)
+    edge = torch.empty((n, 3), dtype=torch.float32, device=x.device)
+    list_x = torch.empty((n, LIST), dtype=torch.float32, device=x.device)
+    list_id = torch.empty((n, LIST), dtype=torch.int32, device=x.device)
+    _edges_kernel[(n,)](
+        x, peak, inv_t, low_t, k_t, p_t, list_x, list_id, edge, vocab, groups, x.stride(0),
+        GROUPS=triton.next_power_of_2(groups), LIST=LIST, BLOCK=1024, **exact,
+    )  # fmt: skip
+    return edge

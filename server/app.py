@@ -14,7 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server import completions, models, probes, tracing
+from server import chat, completions, models, openapi, probes, tokenize, tracing
 from server.errors import EngineDead, InvalidRequest, NotFound, NotReady, ServerError, WrongMethod
 from server.limits import Admission
 from server.metrics import Metrics
@@ -64,8 +64,9 @@ def create_app(settings: Settings, open_engine: Callable[[Settings], Awaitable[E
         redirect_slashes=False,
     )
     app.state.service = service
-    for router in (completions.router, models.router, probes.router):
-        app.include_router(router)
+    for routes in (completions, chat, tokenize, models, probes):
+        app.include_router(routes.router)
+    openapi.describe(app)
     app.add_exception_handler(HTTPException, _http_error)
     _add_layers(app, settings, service)
     return app

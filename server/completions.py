@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -69,14 +68,13 @@ async def create_completion(request: Request) -> Response:
     service = service_of(request)
     engine = service.ready_engine()
     body = await read_body(request, CompletionRequest)
-    deadline = asyncio.get_running_loop().time() + service.settings.request_timeout_s
-    async with Work(service, request.receive, deadline):
+    async with Work.for_request(service, request) as work:
         call = await _prepare(service, engine, body, wants_receipt(request, body))
         outputs = run(service, engine, call.jobs, call.id, receipt=call.receipt)
         if not body.stream:
             return json_answer(await _collect(call, outputs), headers=call.seed.headers())
         outputs = await peek(outputs)
-    return EventStream(_events(call, outputs), service, deadline, call.seed.headers())
+    return EventStream(_events(call, outputs), service, work.deadline, call.seed.headers())
 
 
 async def _prepare(
@@ -84,7 +82,7 @@ async def _prepare(
 ) -> Call:
     """Everything that can be refused is refused here; limits come before any work."""
     settings, info = service.settings, engine.info
-    limits.check_model(body, info)
+    limits.check_model(body.model, info)
     body.check()
     limits.check_sampling(body, settings, info)
     options = body.options()

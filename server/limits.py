@@ -18,13 +18,11 @@ MAX_TOKEN_ID_LISTS = (
 )
 
 
-def check_model(body: SamplingFields, info: ModelInfo) -> None:
-    """Raises `NotFound` for a model that is not the served one. An absent model means the served
-    one.
-    """
-    if body.model is not None and body.model != info.name and body.model not in info.aliases:
+def check_model(model: str | None, info: ModelInfo) -> None:
+    """Raises `NotFound` for a model that is not the served one. None means the served one."""
+    if model is not None and model != info.name and model not in info.aliases:
         raise NotFound(
-            f"the model {body.model[:200]!r} does not exist; this server serves {info.name!r}",
+            f"the model {model[:200]!r} does not exist; this server serves {info.name!r}",
             param="model",
             code="model_not_found",
         )

@@ -10,7 +10,8 @@ from starlette.responses import Response
 
 from server.bodies import json_answer
 from server.engine import ModelInfo
-from server.errors import NotFound, NotImplementedHere
+from server.errors import NotImplementedHere
+from server.limits import check_model
 from server.service import service_of
 
 router = APIRouter()
@@ -30,12 +31,7 @@ async def list_models(request: Request) -> Response:
 async def get_model(request: Request, model_id: str) -> Response:
     """One name of the served model; ids with slashes work as they are."""
     info = service_of(request).ready_engine().info
-    if model_id not in (info.name, *info.aliases):
-        raise NotFound(
-            f"the model {model_id[:200]!r} does not exist; this server serves {info.name!r}",
-            param="model",
-            code="model_not_found",
-        )
+    check_model(model_id, info)
     return json_answer(_model(info, model_id))
 
 

@@ -17,8 +17,10 @@ from server.service import Service, service_of
 router = APIRouter()
 
 
-@router.api_route("/health", methods=["GET", "HEAD"])
-@router.api_route("/ping", methods=["GET", "HEAD"])
+@router.head("/health", include_in_schema=False)
+@router.head("/ping", include_in_schema=False)
+@router.get("/health")
+@router.get("/ping")
 async def health(request: Request) -> Response:
     """200 while the process works or loads; 503 when the engine failed to start or died."""
     service = service_of(request)
@@ -38,7 +40,8 @@ async def health(request: Request) -> Response:
     return json_answer(shown, 503 if status in ("failed", "dead") else 200)
 
 
-@router.api_route("/ready", methods=["GET", "HEAD"])
+@router.head("/ready", include_in_schema=False)
+@router.get("/ready")
 async def ready(request: Request) -> Response:
     """200 once the engine is verified and as long as it steps; else 503 with the reason."""
     service = service_of(request)
@@ -47,7 +50,7 @@ async def ready(request: Request) -> Response:
         service.admission.check(0)
     except ServerError as fault:
         return json_answer({"ready": False, "reason": fault.message}, 503)
-    return json_answer({"ready": True, "checks": dict(engine.health().report)})
+    return json_answer({"ready": True, "report": dict(engine.health().report)})
 
 
 @router.get("/version")

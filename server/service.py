@@ -80,8 +80,14 @@ class Work:
     """
 
     def __init__(self, service: Service, receive: Receive, deadline: float) -> None:
-        self._service, self._receive, self._deadline = service, receive, deadline
+        self._service, self._receive, self.deadline = service, receive, deadline
         self._fault: Exception | None = None
+
+    @classmethod
+    def for_request(cls, service: Service, request: Request) -> Work:
+        """The work of one whole request, from now."""
+        now = asyncio.get_running_loop().time()
+        return cls(service, request.receive, now + service.settings.request_timeout_s)
 
     async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()
@@ -91,7 +97,7 @@ class Work:
         self._cancelling = task.cancelling()
         limit = self._service.settings.request_timeout_s
         late = TimedOut(f"the request took longer than {limit:g} s")
-        self._timer = loop.call_at(self._deadline, self.stop, late)
+        self._timer = loop.call_at(self.deadline, self.stop, late)
         self._watch = loop.create_task(_disconnect(self._receive))
         self._watch.add_done_callback(self._disconnected)
         self._service.work.add(self)

@@ -130,7 +130,7 @@ class FakeEngine:
         before, mark, rest = text.partition("<tool>")
         if not mark:
             return text, ()
-        call = json.loads(rest)
+        call, _ = json.JSONDecoder().raw_decode(rest)
         return before or None, (ToolCall(call["name"], json.dumps(call["arguments"])),)
 
     async def generate(

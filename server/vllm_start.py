@@ -1,0 +1,208 @@
+"""From settings to a running AsyncLLM: model folder, engine arguments, processes, fingerprint.
+
+The only modules of the server that import vLLM are those whose names begin with `vllm_`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from config import determinism
+from config.determinism import Forced
+from config.settings import DEMO_MODEL, Settings, cache_dir
+from server import demo_model, fingerprint, machine
+
+_log = logging.getLogger("samebits")
+CPU_KV_CACHE_BYTES = 1 << 30
+
+
+class StartFault(RuntimeError):
+    """The start can't go on. One line: the cause and the remedy. `exit_code` is documented."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True)
+class Start:
+    """All that is decided before the engine exists."""
+
+    settings: Settings
+    device: str
+    device_reason: str
+    forced: Forced
+    model: str  # folder, or id on a hub
+    name: str
+
+
+def resolve_model(settings: Settings) -> str:
+    """The folder or id to load. Raises `StartFault` on a folder that can't be served."""
+    if settings.model == DEMO_MODEL and not Path(DEMO_MODEL).exists():
+        try:
+            return str(demo_model.ensure(_log.info))
+        except demo_model.DemoModelMissing as fault:
+            raise StartFault(str(fault)) from None
+    path = Path(settings.model).expanduser()
+    if path.exists():
+        check_folder(path)
+        return str(path)
+    if settings.model.startswith(("/", ".", "~")) or settings.model.count("/") > 1:
+        raise StartFault(f"model {settings.model}: no such folder; check the path")
+    return settings.model
+
+
+def check_folder(path: Path) -> None:
+    """Raise `StartFault` if a model folder is half-copied: no config, no or missing weights."""
+    if path.is_file():
+        return
+    config = path / "config.json"
+    if not config.is_file():
+        raise StartFault(f"model {path}: no config.json in it; copy the whole model folder")
+    try:
+        described = json.loads(config.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as fault:
+        raise StartFault(f"model {path}: config.json can't be read ({fault})") from None
+    if not described.get("architectures"):
+        raise StartFault(f"model {path}: config.json names no architecture")
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        missing = sorted(name for name in names if not (path / name).is_file())
+        if missing:
+            raise StartFault(
+                f"model {path}: {len(missing)} weight files missing ({missing[0]} …); copy it again"
+            )
+    elif not any(
+        file.suffix in (".safetensors", ".bin", ".gguf", ".pt") for file in path.iterdir()
+    ):
+        raise StartFault(f"model {path}: no weight files in it; copy the whole model folder")
+    if not any(path.glob("*.safetensors")):
+        return
+    for file in path.glob("*.safetensors"):
+        _check_safetensors(file)
+
+
+def _check_safetensors(file: Path) -> None:
+    """The header's offsets must end where the file ends: a cut copy is found before loading."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if length > size or length > 1 << 28:
+            raise StartFault(f"model file {file}: damaged header; copy it again")
+        try:
+            header = json.loads(stream.read(length))
+        except ValueError:
+            raise StartFault(f"model file {file}: damaged header; copy it again") from None
+    ends = [v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"]
+    if 8 + length + max(ends, default=0) != size:
+        raise StartFault(
+            f"model file {file}: {size} bytes, but its header speaks of "
+            f"{8 + length + max(ends, default=0)}; copy it again"
+        )
+
+
+def engine_args(start: Start) -> Any:
+    """vLLM's AsyncEngineArgs: the user's options under vLLM's own names, then what is forced."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    settings = start.settings
+    options: dict[str, Any] = {
+        name: value
+        for name in (
+            "tokenizer revision trust_remote_code dtype max_model_len load_format quantization "
+            "max_num_seqs max_num_batched_tokens block_size enable_prefix_caching "
+            "gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override "
+            "tensor_parallel_size enforce_eager max_logprobs"
+        ).split()
+        if (value := getattr(settings, name)) is not None
+    }
+    options |= {"model": start.model, "served_model_name": [start.name], "seed": 0}
+    options |= {"disable_log_stats": False, "enable_log_requests": False}
+    if start.device == "cpu":
+        options.setdefault("kv_cache_memory_bytes", CPU_KV_CACHE_BYTES)
+        if settings.tensor_parallel_size == 1:
+            options["distributed_executor_backend"] = "ops.executor.InProcessExecutor"
+    if settings.determinism == "on":
+        options["worker_extension_cls"] = "ops.worker.CheckExtension"
+    return AsyncEngineArgs(**(options | dict(start.forced.options)))
+
+
+def build(start: Start) -> Any:
+    """An AsyncLLM, its processes started and the weights loaded. Blocks; run it in a thread.
+
+    On the CPU the engine's process is a fork of this one, so that torch and vLLM are imported
+    once. That is safe because nothing here has used OpenMP or a device by then.
+    """
+    if start.device == "cpu":
+        from server import vllm_lean
+
+        vllm_lean.prepare()
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    try:
+        config = engine_args(start).create_engine_config()
+    except (ValueError, OSError, RuntimeError, KeyError) as fault:
+        raise StartFault(f"model {start.model}: {one_line(fault)}") from fault
+    if start.device == "cpu" and start.settings.tensor_parallel_size == 1:
+        determinism.export({"VLLM_WORKER_MULTIPROC_METHOD": "fork"})
+    return AsyncLLM.from_vllm_config(config)
+
+
+def one_line(fault: BaseException) -> str:
+    """The gist of a library's error: pydantic's wrapping and line breaks taken away."""
+    errors = getattr(fault, "errors", None)
+    if callable(errors) and (found := errors()):
+        return " ".join(str(found[0].get("msg", fault)).split())
+    return " ".join(str(fault).split())[:500] or type(fault).__name__
+
+
+def local_files(start: Start, config: Any) -> Path:
+    """The folder that holds the model's files, also when it was named by a hub's id."""
+    if os.path.exists(start.model):
+        return Path(start.model)
+    from huggingface_hub import snapshot_download
+
+    return Path(
+        snapshot_download(
+            config.model_config.model, revision=start.settings.revision, local_files_only=True
+        )
+    )
+
+
+def fingerprint_tree(start: Start, config: Any, report: dict[str, Any]) -> dict[str, Any]:
+    """The tree behind `system_fingerprint`, from what vLLM really decided."""
+    model, cache = config.model_config, config.cache_config
+    settings = start.settings
+    template = None
+    if settings.chat_template:
+        template = Path(settings.chat_template).read_text(encoding="utf-8")
+    files = fingerprint.model_part(
+        local_files(start, config),
+        tokenizer_folder=Path(settings.tokenizer) if settings.tokenizer else None,
+        chat_template=template,
+        trust_remote_code=settings.trust_remote_code,
+        cache_path=cache_dir() / "weights.json",
+    )
+    described = json.loads(json.dumps(model.hf_config.to_dict(), default=str))
+    engine = {
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "quantization": model.quantization,
+        "kv_cache_dtype": cache.cache_dtype,
+        "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
+        "enforce_eager": model.enforce_eager,
+        "load_format": str(config.load_config.load_format),
+        "attention_backend": report.get("attention_backend"),
+        "max_model_len": model.max_model_len if fingerprint.context_matters(described) else None,
+    }
+    return fingerprint.build_tree(
+        files,
+        engine=engine,
+        ops=report,
+        device=machine.device_facts(start.device),
+        forced={**start.forced.env, **start.forced.options},
+        determinism=settings.determinism,
+    )

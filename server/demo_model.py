@@ -58,7 +58,7 @@ def ensure(say: Callable[[str], None]) -> Path:
         )
         if run.returncode != 0:
             raise DemoModelMissing(
-                f"the demo model could not be converted (exit code {run.returncode}): free disk and "
+                f"the demo model could not be converted (exit {run.returncode}): free disk and "
                 "memory, or serve another model with --model"
             )
         os.replace(temporary, home / FOLDER)

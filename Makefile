@@ -1,0 +1,43 @@
+# Two commands matter: `make serve` and `make test`. Both make the environment first, once.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# uv from the path, or one brought along beside the environment.
+UV := $(shell command -v uv 2>/dev/null || echo $(VENV)-uv/bin/uv)
+STAMP := $(VENV)/.setup
+ARGS ?=
+
+.PHONY: setup serve test test-fast test-slow lint clean
+setup: $(STAMP)
+
+$(UV):
+	$(PYTHON) -m venv $(VENV)-uv
+	$(VENV)-uv/bin/pip install -q uv
+
+$(STAMP): docker/locks/dev.lock pyproject.toml | $(UV)
+	$(UV) venv -q --allow-existing --python $(PYTHON) $(VENV)
+	$(UV) pip sync -q --python $(BIN)/python --no-deps docker/locks/dev.lock
+	$(UV) pip install -q --python $(BIN)/python --no-deps --no-build-isolation -e .
+	$(BIN)/python -c "from ops.kernels.cpu import load; k = load(); print(k.name, k.reason)"
+	@touch $(STAMP)
+
+serve: $(STAMP)
+	$(BIN)/samebits serve $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/ruff format --check -q . && $(BIN)/ruff check -q .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -m "not slow and not gpu and not ascend" $(ARGS)
+
+test-fast: $(STAMP)
+	$(BIN)/python -m pytest -m "not engine and not slow and not gpu and not ascend" $(ARGS)
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m "slow" --timeout 3600 $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff format -q . && $(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) $(VENV)-uv

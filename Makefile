@@ -16,7 +16,7 @@ $(UV):
 
 $(STAMP): docker/locks/dev.lock pyproject.toml | $(UV)
 	$(UV) venv -q --allow-existing --python $(PYTHON) $(VENV)
-	$(UV) pip sync -q --python $(BIN)/python --no-deps docker/locks/dev.lock
+	$(UV) pip install -q --python $(BIN)/python --no-deps -r docker/locks/dev.lock
 	$(UV) pip install -q --python $(BIN)/python --no-deps --no-build-isolation -e .
 	$(BIN)/python -c "from ops.kernels.cpu import load; k = load(); print(k.name, k.reason)"
 	@touch $(STAMP)

@@ -7,6 +7,7 @@ is the one behind `samebits check`.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -411,6 +412,30 @@ def cases_of(op: str) -> Cases | None:
     }.get(name)
 
 
+# What a case's name says of the condition under which bits were compared; the first that fits.
+CONDITIONS = (
+    ("alone", r"row \d+ alone|token by token"),
+    ("in a batch", r"first \d+ of|behind \d+ other"),
+    ("at another place", r"last \d+ of"),
+    ("in another order", r"another order"),
+    ("in other memory", r"another address|other blocks|blocks of"),
+    ("chunked", r"chunked at"),
+    ("on one thread", r"one thread"),
+    ("again", r"again|lookup"),
+)
+_conditions: dict[str, set[str]] = {}
+
+
+def condition(case: str) -> str:
+    """The condition that a case stands for, by its name; "otherwise" when none of `CONDITIONS` fits."""
+    return next((name for name, words in CONDITIONS if re.search(words, case)), "otherwise")
+
+
+def conditions() -> dict[str, list[str]]:
+    """Per op, the conditions under which this process has compared its bits and found them equal."""
+    return {op: sorted(found) for op, found in sorted(_conditions.items())}
+
+
 def check(op: str) -> Callable[[], None]:
     """The short check of an op, for its registry row: every case, small sizes; raises `NotInvariant`."""
 
@@ -420,8 +445,9 @@ def check(op: str) -> Callable[[], None]:
             raise OpsError(f"{op}: no check is written for it")
         torch_state = torch.random.get_rng_state()
         try:
-            for _, case in cases(SIZES, DTYPES):
+            for name, case in cases(SIZES, DTYPES):
                 case()
+                _conditions.setdefault(op, set()).add(condition(name))
         finally:
             torch.random.set_rng_state(torch_state)
 
@@ -450,6 +476,7 @@ def rank_report(worker: Any, run_checks: bool) -> dict[str, Any]:
     }
     with _timed(out):
         out |= registry.report(run_checks)
+        out["conditions"] = conditions()
         if out["mode"] == "on":
             out["kernels"] = _kernels()
             out["checks"]["forward"] = recorder.verdict(worker) if run_checks else "not run"

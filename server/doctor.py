@@ -134,7 +134,7 @@ def _verdict(findings: list[Finding], fit: bool) -> str:
             "`samebits serve` would start. Same request, same seed, same fingerprint: same bits, "
             "whatever else runs beside it."
         )
-    faults = [f.name for f in findings if f.state == BAD]
+    faults = dict.fromkeys(f.name for f in findings if f.state == BAD)
     if faults:
         return f"`samebits serve` would not start: {', '.join(faults)}."
     names = ", ".join(f.name for f in findings if f.state == UNKNOWN)

@@ -113,15 +113,16 @@ def case_norm(c: Checks) -> None:
     for columns in (128, 576, 2048):
         x, r = torch.randn(9, columns).half(), torch.randn(9, columns).half()
         w = torch.rand(columns).half() + 0.5
-        for offset in (0.0, 1.0):
+        for gemma in (False, True):
             s = x.float() + r.float()
-            n = (s * torch.rsqrt(s.pow(2).mean(-1, keepdim=True) + 1e-6)).half().float()
-            y, added = norm.rms_norm(x, w, 1e-6, r, weight_offset=offset)
-            c.close(y, (n * (w.float() + offset)).half(), f"{columns} {offset}")
+            n = s * torch.rsqrt(s.pow(2).mean(-1, keepdim=True) + 1e-6)
+            wanted = n * (w.float() + 1) if gemma else n.half().float() * w.float()
+            y, added = norm.rms_norm(x, w, 1e-6, r, gemma=gemma)
+            c.close(y, wanted.half(), f"{columns} {gemma}")
             c.equal(added, s.half(), "residual")
             for row in range(9):
                 one, _ = norm.rms_norm(x[row : row + 1], w, 1e-6, r[row : row + 1],
-                                       weight_offset=offset)  # fmt: skip
+                                       gemma=gemma)  # fmt: skip
                 c.equal(one, y[row : row + 1], "alone")
     qkv = torch.randn(6, 5 * 128).half()
     heads = qkv[:, 128:512].view(6, 3, 128)

@@ -1,8 +1,9 @@
 """RMSNorm and the fused add before it, one row of the batch per program row.
 
-y = round(x · rsqrt(mean(x²) + eps)) · (weight + offset), both roundings to x's dtype (as the models
-were trained); mean and rsqrt in float32. With a residual r: s = x + r in float32, the new residual
-is round(s), and s, unrounded, is what is normalised.
+y = round(x · rsqrt(mean(x²) + eps)) · weight, both roundings to x's dtype (as the models were
+trained); mean and rsqrt in float32. Gemma's form is x · rsqrt(…) · (weight + 1), rounded once.
+With a residual r: s = x + r in float32, the new residual is round(s), and s, unrounded, is what is
+normalised.
 Order of the sum of squares: one tree over the whole row in a block of the next power of two; tree,
 block, and rows per program follow from the width alone, never from the number of rows.
 """
@@ -21,7 +22,7 @@ MOST_COLUMNS = 32768
 @triton.jit(do_not_specialize=["rows", "inner", "stride_outer", "stride_inner", "stride_r"])
 def _rms_norm_kernel(
     x_ptr, r_ptr, w_ptr, y_ptr, s_ptr, rows, inner, stride_outer, stride_inner, stride_r, eps,
-    N: tl.constexpr, OFFSET: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+    N: tl.constexpr, GEMMA: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of x, by its strides [rows / inner, inner, N]; y, s contiguous [rows, N]."""
@@ -38,8 +39,12 @@ def _rms_norm_kernel(
         x += r.to(tl.float32)
         tl.store(s_ptr + out, x.to(s_ptr.dtype.element_ty), mask=inside)
     scale = tl.rsqrt(tl.sum(x * x, axis=1) / N + eps)
-    w = tl.load(w_ptr + column, mask=column < N, other=0.0).to(tl.float32) + OFFSET
-    normal = (x * scale[:, None]).to(y_ptr.dtype.element_ty).to(tl.float32)
+    w = tl.load(w_ptr + column, mask=column < N, other=0.0).to(tl.float32)
+    normal = x * scale[:, None]
+    if GEMMA:
+        w += 1.0
+    else:
+        normal = normal.to(y_ptr.dtype.element_ty).to(tl.float32)
     tl.store(y_ptr + out, (normal * w[None, :]).to(y_ptr.dtype.element_ty), mask=inside)
 
 
@@ -59,7 +64,7 @@ def rms_norm(
     eps: float,
     residual: torch.Tensor | None = None,
     *,
-    weight_offset: float = 0.0,
+    gemma: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """x [..., N], weight [N], residual like x → (y, new residual or None), contiguous, x's dtype.
 
@@ -80,7 +85,7 @@ def rms_norm(
     _rms_norm_kernel[(triton.cdiv(rows, per_program),)](
         view, old, weight, y, added, rows, inner, view.stride(0),
         view.stride(1) if view.ndim == 3 else 0, 0 if old is None else old.stride(0), eps,
-        N=columns, OFFSET=weight_offset, HAS_RESIDUAL=old is not None, BLOCK=block,
+        N=columns, GEMMA=gemma, HAS_RESIDUAL=old is not None, BLOCK=block,
         ROWS=per_program, ALIGN=alignment(columns), num_warps=warps,
     )  # fmt: skip
     return y, added

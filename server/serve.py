@@ -37,7 +37,7 @@ def run(settings: Settings, open_engine: Callable[[Settings], Awaitable[Engine]]
     """
     logs.configure(settings)
     try:
-        listener = _bind(settings.host, settings.port)
+        listener = bind(settings.host, settings.port)
     except OSError as fault:
         _log.error("can't listen on %s port %d: %s", settings.host, settings.port, fault.strerror)
         return CANNOT_START
@@ -59,9 +59,16 @@ def run(settings: Settings, open_engine: Callable[[Settings], Awaitable[Engine]]
     return server.exit_code
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises OSError.
+
+    Its connections send small writes at once (TCP_NODELAY): asyncio sets that only on sockets that
+    name their protocol, and without it every answer waits 40 ms for an acknowledgement.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=2048)
+    listener = socket.create_server((host, port), family=family, backlog=2048)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
 
 
 class Server(uvicorn.Server):

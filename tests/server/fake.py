@@ -239,7 +239,9 @@ def _said(prompt: Prompt, sampling: Sampling) -> list[int]:
     """All tokens of the answer, before any stop text: what was told, or a hash per position."""
     text = b"".join(_raw(t) for t in prompt.token_ids)
     if b"say:" in text:
-        told = text.split(b"say:", 1)[1].split(b"[assistant]")[0]
+        told = text.split(b"say:", 1)[1]
+        for role in (b"[assistant]", b"[tools]"):
+            told = told.split(role)[0]
         ids = [1 + b for b in told] + [EOS]
         return ids[: sampling.max_tokens]
     seed, choice = (0, 0) if sampling.temperature == 0 else (sampling.seed, sampling.choice)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ import uvicorn
 
 from config.settings import Settings
 from server.app import create_app
+from server.serve import bind
 from server.service import Service
 from tests.server.fake import FakeEngine
 
@@ -85,7 +85,7 @@ def serving(engine: FakeEngine | None = None, **changes: Any) -> Iterator[Live]:
         return engine
 
     app = create_app(Settings(**changes), open_engine)
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = bind("127.0.0.1", 0)
     config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=asyncio.run, args=(server.serve([listener]),), daemon=True)

@@ -14,7 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server import chat, completions, models, openapi, probes, tokenize, tracing
+from server import chat, completions, models, openapi, page, probes, tokenize, tracing
 from server.errors import EngineDead, InvalidRequest, NotFound, NotReady, ServerError, WrongMethod
 from server.limits import Admission
 from server.metrics import Metrics
@@ -64,7 +64,7 @@ def create_app(settings: Settings, open_engine: Callable[[Settings], Awaitable[E
         redirect_slashes=False,
     )
     app.state.service = service
-    for routes in (completions, chat, tokenize, models, probes):
+    for routes in (completions, chat, tokenize, models, probes, page):
         app.include_router(routes.router)
     openapi.describe(app)
     app.add_exception_handler(HTTPException, _http_error)

@@ -112,7 +112,8 @@ async def _prepare(service: Service, engine: Engine, body: ChatRequest, receipt:
         structured=_structured(body, plan),
     )
     prompt = replace(prompt, token_ids=ids)
-    jobs = [Job(j, 0, prompt, replace(sampling, choice=j)) for j in range(body.n)]
+    first = body.samebits_choice
+    jobs = [Job(j, 0, prompt, replace(sampling, choice=first + j)) for j in range(body.n)]
     now = int(time.time())
     usage = Usage(len(ids))
     return Call(new_id("chatcmpl"), now, body, options, engine, seed, plan, jobs, usage, receipt)

@@ -110,7 +110,7 @@ async def _prepare(
     )
     prompts = [await _prompt(engine, body, p, i, len(raw)) for i, p in enumerate(raw)]
     jobs = [
-        Job(i * body.n + j, i, prompt, replace(sampling, choice=j))
+        Job(i * body.n + j, i, prompt, replace(sampling, choice=j + body.samebits_choice))
         for i, prompt in enumerate(prompts)
         for j in range(body.n)
     ]

@@ -23,7 +23,8 @@ from server.wire import dumps
 if TYPE_CHECKING:
     from config.settings import Settings
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/ping"})
+# "/" is a page without data: what it shows it asks for, with the key that its user gives it.
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/ping", "/"})
 _log = logging.getLogger("samebits.http")
 
 

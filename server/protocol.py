@@ -161,6 +161,7 @@ class SamplingFields(Body):
     request_id: Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,128}$")] | None = None
     # ours
     samebits_position_offset: Annotated[int, Field(ge=0, le=2**31)] = 0
+    samebits_choice: Annotated[int, Field(ge=0, le=65535)] = 0  # number of the first choice
     samebits_receipt: bool = False
     # no effect on the answer
     user: Text | None = Field(None, description=HARMLESS)

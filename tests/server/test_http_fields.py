@@ -65,6 +65,7 @@ NUMBERS: dict[str, tuple[list[Any], list[Any]]] = {
     "priority": ([0], [1, -1, "0", True]),
     "request_id": (["abc-1"], ["", "a b", "é", "x" * 129, "a\nb", 5]),
     "samebits_position_offset": ([0, 2**31], [-1, 2**31 + 1, 1.0, "0"]),
+    "samebits_choice": ([0, 65535], [-1, 65536, 1.0, "0"]),
     "samebits_receipt": ([False], [1, "true"]),
     "user": (["me"], [5, "x" * 10_001]),
     "store": ([True, False], ["true", 1]),

@@ -291,3 +291,17 @@ def test_check_finds_a_form_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(sampling, "draw", by_place)
     with pytest.raises(NotInvariant, match=r"vllm\.Sampler"):
         sampling_check.check()
+
+
+WORKED = [
+    ((1.0, 0, 1.0, 0.0, 42, 0, 0), 1),
+    ((0.7, 3, 1.0, 0.0, -1, 1, 5), 3),
+    ((1.5, 0, 0.8, 0.0, 2**63 - 1, 0, 1000), 3),
+]
+
+
+@pytest.mark.parametrize(("options", "token"), WORKED)
+def test_worked_values_of_the_docs(options: tuple[float, ...], token: int) -> None:
+    logits = [1.0, 2.5, 0.5, 2.5, -1.0, 0.0]
+    assert draw_by_hand.draw(logits, *options) == token
+    assert sampling.draw(torch.tensor([logits]), *([o] for o in options)).tolist() == [token]

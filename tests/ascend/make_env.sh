@@ -2,11 +2,11 @@
 # Makes the two extra environments of the Ascend tests, once:
 #   npu  torch 2.10, torch_npu, vLLM 0.23 and vllm-ascend as pure Python, the stand-in CANN   7 GB
 #   tri  triton-ascend and the compiler to Ascend's HIVM IR                                  0.75 GB
-# Where: $SAMEBITS_ASCEND_ENVS, or samebits/ascend in the user's cache folder. Needs uv and gcc.
+# Where: $ASCEND_TEST_ENVS, or samebits/ascend in the user's cache folder. Needs uv and gcc.
 # A second run finds everything there and takes seconds. Prints the two folders.
 set -eu
 root=$(cd "$(dirname "$0")/../.." && pwd)
-envs=${SAMEBITS_ASCEND_ENVS:-${XDG_CACHE_HOME:-$HOME/.cache}/samebits/ascend}
+envs=${ASCEND_TEST_ENVS:-${XDG_CACHE_HOME:-$HOME/.cache}/samebits/ascend}
 mkdir -p "$envs"
 
 if ! [ -e "$envs/npu/ready" ]; then

@@ -1,8 +1,9 @@
 """Stands in for the AscendC package `batch_invariant_ops`: the same names and schemas, on the CPU,
 row by row. Put this folder on the path, and the library is "present".
 
-STANDIN_FAULT=split makes the matrix product cut K by the number of rows, as a kernel that is not
-batch invariant does: the planted fault that the self-check has to catch.
+STANDIN_FAULT=owner registers one of torch's own ops, as a second owner would. STANDIN_FAULT=split
+makes the matrix product cut K by the number of rows, as a kernel that is not batch invariant does:
+the planted fault that the self-check has to catch.
 """
 
 from __future__ import annotations
@@ -60,3 +61,7 @@ for _name, _kernel in {
     "npu_fused_infer_attention_score_batch_invariant": fused_infer_attention,
 }.items():
     _define.impl(_name, counted(_name, _kernel), KEY)
+
+if os.environ.get("STANDIN_FAULT") == "owner":
+    _second = torch.library.Library("aten", "IMPL")
+    _second.impl("mm", matmul, "NPU")

@@ -24,7 +24,9 @@ def load(isa: str | None = None) -> Any:
     try:
         from ops.kernels.cpu.native import Native
 
-        return Native(build.build(best), best, f"{best} kernels, compiled by {build.find_compiler()}")
+        return Native(
+            build.build(best), best, f"{best} kernels, compiled by {build.find_compiler()}"
+        )
     except build.NoCompiler as fault:
         if isa is not None:
             raise

@@ -60,7 +60,9 @@ def find_compiler() -> str:
         path = shutil.which(name)
         if path:
             return path
-    raise NoCompiler(f"none of {', '.join(COMPILERS)} is on the PATH; install g++ for the fast kernels")
+    raise NoCompiler(
+        f"none of {', '.join(COMPILERS)} is on the PATH; install g++ for the fast kernels"
+    )
 
 
 def cache_dir() -> Path:
@@ -79,7 +81,9 @@ def build(isa: str, directory: Path | None = None) -> Path:
     """
     compiler = find_compiler()
     asked = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
-    key = hashlib.sha256(f"{source_hash()}|{compiler}|{asked.stdout}|{isa}".encode()).hexdigest()[:24]
+    key = hashlib.sha256(f"{source_hash()}|{compiler}|{asked.stdout}|{isa}".encode()).hexdigest()[
+        :24
+    ]
     directory = directory or cache_dir()
     library = directory / f"kernels-{isa}-{key}.so"
     if library.exists():

@@ -166,10 +166,19 @@ class Native:
         if m == 0:
             return out
         if bias is None:
-            self._linear(packed.address, x.data_ptr(), DTYPES[x.dtype], ldx, m, None, 0, out.data_ptr())
+            self._linear(
+                packed.address, x.data_ptr(), DTYPES[x.dtype], ldx, m, None, 0, out.data_ptr()
+            )
         else:
             self._linear(
-                packed.address, x.data_ptr(), DTYPES[x.dtype], ldx, m, bias.data_ptr(), DTYPES[bias.dtype], out.data_ptr()
+                packed.address,
+                x.data_ptr(),
+                DTYPES[x.dtype],
+                ldx,
+                m,
+                bias.data_ptr(),
+                DTYPES[bias.dtype],
+                out.data_ptr(),
             )
         return out
 
@@ -192,7 +201,9 @@ class Native:
             x = x.contiguous()
         up, down = (w if isinstance(w, MoeTable) else MoeTable(w) for w in (w13, w2))
         if up.k != h or down.n != h or up.n not in (down.k, 2 * down.k) or len(up) != len(down):
-            raise ValueError(f"moe: input of {h} columns, w13 [{up.n}, {up.k}], w2 [{down.n}, {down.k}]")
+            raise ValueError(
+                f"moe: input of {h} columns, w13 [{up.n}, {up.k}], w2 [{down.n}, {down.k}]"
+            )
         out = torch.empty((m, h), dtype=x.dtype)
         if not m:
             return out
@@ -206,7 +217,9 @@ class Native:
         return out
 
     # -- rows ---------------------------------------------------------------------------------------------------
-    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0) -> Tensor:
+    def rms_norm(
+        self, x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0
+    ) -> Tensor:
         """x / sqrt(mean(x²) + eps) * (weight + offset) over the last dimension; fp32 inside, one rounding.
 
         x: [H], [M, H] or [M, N, H] with any outer strides. Gemma's variant: weight_offset=1.0.
@@ -218,7 +231,12 @@ class Native:
         if dims == 2:
             m, inner, outer_stride, inner_stride = x.shape[0], 1, x.stride(0), 0
         elif dims == 3:
-            m, inner, outer_stride, inner_stride = x.shape[0] * x.shape[1], x.shape[1], x.stride(0), x.stride(1)
+            m, inner, outer_stride, inner_stride = (
+                x.shape[0] * x.shape[1],
+                x.shape[1],
+                x.stride(0),
+                x.stride(1),
+            )
         else:
             m, inner, outer_stride, inner_stride = x.numel() // max(h, 1), 1, h, 0
         out = torch.empty(x.shape, dtype=x.dtype)
@@ -231,7 +249,12 @@ class Native:
         return out
 
     def fused_add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor | None,
+        eps: float,
+        weight_offset: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
         """s = x + residual, rounded to their type; returns (rms_norm(s), s). Equal to the two steps apart."""
         if x.dim() != 2 or x.stride(1) != 1:
@@ -239,7 +262,9 @@ class Native:
         if residual.dim() != 2 or residual.stride(1) != 1:
             residual = residual.reshape(-1, residual.shape[-1]).contiguous()
         if residual.shape != x.shape or residual.dtype != x.dtype:
-            raise ValueError(f"fused_add_rms_norm: {x.dtype}{[*x.shape]} and {residual.dtype}{[*residual.shape]}")
+            raise ValueError(
+                f"fused_add_rms_norm: {x.dtype}{[*x.shape]} and {residual.dtype}{[*residual.shape]}"
+            )
         m, h = x.shape
         out, total = torch.empty((m, h), dtype=x.dtype), torch.empty((m, h), dtype=x.dtype)
         pointer, wdt = (None, 0) if weight is None else (weight.data_ptr(), DTYPES[weight.dtype])
@@ -250,7 +275,9 @@ class Native:
             )  # fmt: skip
         return out, total
 
-    def layer_norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    def layer_norm(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor:
         """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension; two passes, fp32, one rounding."""
         flat = _rows(x)
         out = torch.empty(x.shape, dtype=x.dtype)
@@ -260,7 +287,16 @@ class Native:
         wdt = DTYPES[some.dtype] if some is not None else 0
         m, h = flat.shape
         self._c.sb_layer_norm(
-            flat.data_ptr(), DTYPES[x.dtype], m, h, flat.stride(0), _ptr(weight), _ptr(bias), wdt, eps, out.data_ptr()
+            flat.data_ptr(),
+            DTYPES[x.dtype],
+            m,
+            h,
+            flat.stride(0),
+            _ptr(weight),
+            _ptr(bias),
+            wdt,
+            eps,
+            out.data_ptr(),
         )
         return out
 
@@ -276,7 +312,9 @@ class Native:
         flat = _rows(x)
         out = torch.empty(x.shape, dtype=torch.float32)
         m, v = flat.shape
-        self._c.sb_softmax(flat.data_ptr(), DTYPES[x.dtype], m, v, flat.stride(0), log, out.data_ptr())
+        self._c.sb_softmax(
+            flat.data_ptr(), DTYPES[x.dtype], m, v, flat.stride(0), log, out.data_ptr()
+        )
         return out
 
     def sum(self, x: Tensor, dim: int = -1, keepdim: bool = False) -> Tensor:
@@ -293,7 +331,13 @@ class Native:
         m, h = flat.shape
         out = torch.empty(moved.shape[:-1], dtype=torch.float32)
         self._c.sb_sum(
-            flat.data_ptr(), DTYPES[x.dtype], m, h, flat.stride(0), float(h) if mean else 1.0, out.data_ptr()
+            flat.data_ptr(),
+            DTYPES[x.dtype],
+            m,
+            h,
+            flat.stride(0),
+            float(h) if mean else 1.0,
+            out.data_ptr(),
         )
         out = out.to(x.dtype)
         return out.unsqueeze(dim) if keepdim else out
@@ -311,7 +355,14 @@ class Native:
         flat = x if x.dim() == 2 and x.stride(1) == 1 else _rows(x)
         out = torch.empty((*x.shape[:-1], h), dtype=x.dtype)
         self._act(
-            flat.data_ptr(), DTYPES[x.dtype], flat.shape[0], h, flat.stride(0), ACTS[kind], gated, out.data_ptr()
+            flat.data_ptr(),
+            DTYPES[x.dtype],
+            flat.shape[0],
+            h,
+            flat.stride(0),
+            ACTS[kind],
+            gated,
+            out.data_ptr(),
         )
         return out
 
@@ -332,7 +383,11 @@ class Native:
         tokens = positions.numel()
         k_ptr, k_stride, k_heads = None, 0, 0
         if k is not None:
-            k_ptr, k_stride, k_heads = k.data_ptr(), k.stride(0), k[0].numel() // head_size if tokens else 0
+            k_ptr, k_stride, k_heads = (
+                k.data_ptr(),
+                k.stride(0),
+                k[0].numel() // head_size if tokens else 0,
+            )
         q_heads = q[0].numel() // head_size if tokens else 0
         self._rotary(
             positions.data_ptr(), tokens, q.data_ptr(), q.stride(0), q_heads, k_ptr, k_stride, k_heads,
@@ -340,7 +395,9 @@ class Native:
         )  # fmt: skip
 
     # -- attention ----------------------------------------------------------------------------------------------
-    def reshape_and_cache(self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    def reshape_and_cache(
+        self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
         """Writes key and value [T, Hk, D] to their slots (block * block_size + offset; negative: skipped).
 
         kv_cache: [blocks, Hk, block_size, 2*D], block_size and D multiples of 16, the last two dimensions contiguous;
@@ -382,13 +439,19 @@ class Native:
         """
         block_size, d = _cache_shape(kv_cache)
         if q.dtype != kv_cache.dtype or q.shape[-1] != d or q.dim() != 3:
-            raise TypeError(f"attention: q {q.dtype}{[*q.shape]} for a {kv_cache.dtype} cache of head size {d}")
+            raise TypeError(
+                f"attention: q {q.dtype}{[*q.shape]} for a {kv_cache.dtype} cache of head size {d}"
+            )
         q = _head_rows(q)
         if out is None:
             out = torch.empty(q.shape, dtype=q.dtype)
         elif not out.is_contiguous():
             raise ValueError("attention: out must be contiguous")
-        block_table, query_start_loc, seq_lens = _i32(block_table), _i32(query_start_loc), _i32(seq_lens)
+        block_table, query_start_loc, seq_lens = (
+            _i32(block_table),
+            _i32(query_start_loc),
+            _i32(seq_lens),
+        )
         slopes = None if alibi_slopes is None else alibi_slopes.float().contiguous()
         sinks = None if sinks is None else sinks.float().contiguous()
         call = _ATTENTION.pack(

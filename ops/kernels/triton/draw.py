@@ -143,7 +143,7 @@ def draw(
         x, peak, vocab, groups, x.stride(0), GROUP=GROUP, TILE=tile, **exact
     )
     filtered = bool(opts.filtered.any())
-    edge = draw_filter.edges(x, peak, inv_t, opts, exact) if filtered else peak
+    edge = draw_filter.edges(x, peak, inv_t, opts, GROUP, exact) if filtered else peak
     _draw_kernel[(n, parts)](
         x, peak, best, inv_t, stream, edge, score, ids, vocab, groups, blocks, parts, x.stride(0),
         GROUPS=triton.next_power_of_2(groups), COVER=4 * lanes // GROUP, LANES=lanes,

@@ -33,54 +33,79 @@ def _key(x):
 
 
 @triton.jit
-def _tally(
-    x_ptr, id_ptr, n, listed, best, inv_t, low, cut, cut_id, key_min, id_end,
-    MASS: tl.constexpr, EQUAL: tl.constexpr, BLOCK: tl.constexpr,
+def _part(x_ptr, id_ptr, start, n, listed, cut, cut_id, BLOCK: tl.constexpr):
+    """BLOCK tokens from `start`: logits, ids, keys, and which of them lie at or above the cut."""
+    at = start + tl.arange(0, BLOCK)
+    x = cleaned(tl.load(x_ptr + at, mask=at < n, other=float("-inf")))
+    token = at
+    if listed:
+        token = tl.load(id_ptr + at, mask=at < n, other=0x7FFFFFFF)
+    u = _key(x)
+    return x, token, u, (at < n) & ((u > cut) | ((u == cut) & (token <= cut_id)))
+
+
+@triton.jit
+def _search(
+    x_ptr, id_ptr, n, listed, best, inv_t, low, cut, cut_id, target,
+    MASS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """How many tokens (MASS: how much mass) of the first n lie above or at the cut and have a key
-    of at least key_min (EQUAL: that key, and an id below id_end). int64."""
-    lane = tl.arange(0, BLOCK)
-    acc = tl.zeros((BLOCK,), tl.int64)
+    """(key, above): the largest key such that the tokens (MASS: their mass) at or above it reach
+    the target, and how much lies strictly above it. Three bits a pass. Only tokens inside the cut.
+    """
+    pivot = tl.arange(0, 8)
+    key = cut * 0
+    above = target * 0
+    for step in range(11):
+        shift = 30 - 3 * step
+        at_least = key + (pivot.to(tl.uint32) << shift)
+        acc = tl.zeros((BLOCK, 8), tl.int64)
+        for start in range(0, n, BLOCK):
+            x, _, u, inside = _part(x_ptr, id_ptr, start, n, listed, cut, cut_id, BLOCK)
+            if MASS:
+                t = shifted(x, best) * inv_t
+                value = tl.where(inside & (t >= low), mass(t), 0)
+            else:
+                value = inside.to(tl.int32)
+            acc += tl.where(u[:, None] >= at_least[None, :], value[:, None], 0).to(tl.int64)
+        held = tl.sum(acc, axis=0)
+        real = (step > 0) | (pivot < 4)  # 4 << 30 is beyond 32 bits
+        reached = real & (held >= target)
+        short = tl.max(tl.where(reached | (real == 0), -1, held), axis=0)
+        above = tl.where(short >= 0, short, above)
+        key += tl.max(tl.where(reached, pivot, 0), axis=0).to(tl.uint32) << shift
+    return key, above
+
+
+@triton.jit
+def _count(x_ptr, id_ptr, n, listed, cut, cut_id, key, id_end, BLOCK: tl.constexpr):
+    """How many tokens inside the cut have this key and an id below id_end."""
+    acc = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, n, BLOCK):
-        at = start + lane
-        x = cleaned(tl.load(x_ptr + at, mask=at < n, other=float("-inf")))
-        token = at
-        if listed:
-            token = tl.load(id_ptr + at, mask=at < n, other=0x7FFFFFFF)
-        u = _key(x)
-        hit = (at < n) & ((u > cut) | ((u == cut) & (token <= cut_id)))
-        if EQUAL:
-            hit = hit & (u == key_min) & (token < id_end)
-        else:
-            hit = hit & (u >= key_min)
-        if MASS:
-            t = shifted(x, best) * inv_t
-            acc += tl.where(hit & (t >= low), mass(t), 0).to(tl.int64)
-        else:
-            acc += hit.to(tl.int64)
+        _, token, u, inside = _part(x_ptr, id_ptr, start, n, listed, cut, cut_id, BLOCK)
+        acc += (inside & (u == key) & (token < id_end)).to(tl.int32)
     return tl.sum(acc, axis=0)
 
 
 @triton.jit
 def _last_id(x_ptr, id_ptr, n, listed, cut, cut_id, key, r, BLOCK: tl.constexpr):
-    """The id of the r-th token, by id, of those with this key: the largest c with fewer than r
-    ids below it.
+    """The id of the r-th token, by id, of those inside the cut with this key; where there are no
+    more than r, whatever keeps them all.
     """
-    found = r.to(tl.int32) * 0
-    for bit in range(31):
-        c = found | (1 << (30 - bit))
-        below = _tally(
-            x_ptr, id_ptr, n, listed, 0.0, 0.0, 0.0, cut, cut_id, key, c, False, True, BLOCK
-        )
-        found = tl.where(below < r, c, found)
-    return found
+    last = tl.where(key == cut, cut_id, 0x7FFFFFFF)
+    if _count(x_ptr, id_ptr, n, listed, cut, cut_id, key, 0x7FFFFFFF, BLOCK) > r:
+        last = last * 0
+        for bit in range(31):  # the largest id with fewer than r below it
+            c = last | (1 << (30 - bit))
+            below = _count(x_ptr, id_ptr, n, listed, cut, cut_id, key, c, BLOCK)
+            last = tl.where(below < r, c, last)
+    return last
 
 
 @triton.jit
 def _edges_kernel(
     x_ptr, peak_ptr, inv_t_ptr, low_ptr, k_ptr, p_ptr, list_x_ptr, list_id_ptr, edge_ptr,
     V, groups, stride_x,
-    GROUPS: tl.constexpr, LIST: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, LIST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """edge[row] = (logit, token id, lowest t) of the last token kept; everything where no filter
     is on.
@@ -89,84 +114,74 @@ def _edges_kernel(
     k, p = tl.load(k_ptr + row), tl.load(p_ptr + row)
     low, inv_t = tl.load(low_ptr + row), tl.load(inv_t_ptr + row)
     x_ptr += row * stride_x
+    peak_ptr += row * groups
     list_x_ptr += row * LIST
     list_id_ptr += row * LIST
     g = tl.arange(0, GROUPS)
-    peaks = tl.load(peak_ptr + row * groups + g, mask=g < groups, other=float("-inf"))
+    peaks = tl.load(peak_ptr + g, mask=g < groups, other=float("-inf"))
     best = tl.max(peaks, axis=0)
     by_k = k > 0
     by_p = p < _FULL_P
     cut = (k * 0).to(tl.uint32)  # everything
     cut_id = k * 0 + 0x7FFFFFFF
     if (inv_t > 0) & (by_k | by_p):
-        lane = tl.arange(0, BLOCK)
         # The want-th largest peak: at least so many tokens lie at or above it.
         want = tl.minimum(tl.where(by_k, k, 1024), groups)
         bound = cut
-        u = _key(peaks)
+        tops = _key(peaks)
         for bit in range(32):
             c = bound | (tl.full((), 1, tl.uint32) << (31 - bit))
-            enough = tl.sum(((u >= c) & (g < groups)).to(tl.int32), axis=0) >= want
+            enough = tl.sum(((tops >= c) & (g < groups)).to(tl.int32), axis=0) >= want
             bound = tl.where(enough, c, bound)
         bound = tl.where(by_k & (k > groups), cut, bound)
         # List what lies at or above it, and weigh the whole row where top_p needs that.
+        weigh = by_p & (by_k == 0)
         count = k * 0
         whole = tl.zeros((BLOCK,), tl.int64)
         for start in range(0, V, BLOCK):
-            at = start + lane
-            x = cleaned(tl.load(x_ptr + at, mask=at < V, other=float("-inf")))
-            hit = (_key(x) >= bound) & (at < V)
-            spot = count + tl.cumsum(hit.to(tl.int32), axis=0) - 1
-            tl.store(list_x_ptr + spot, x, mask=hit & (spot < LIST))
-            tl.store(list_id_ptr + spot, at, mask=hit & (spot < LIST))
-            count += tl.sum(hit.to(tl.int32), axis=0)
-            if by_p & (by_k == 0):
-                t = shifted(x, best) * inv_t
-                whole += tl.where(t >= low, mass(t), 0).to(tl.int64)
+            over = start // GROUP + tl.arange(0, BLOCK // GROUP)
+            high = tl.load(peak_ptr + over, mask=over < groups, other=float("-inf"))
+            listing = tl.max(_key(high), axis=0) >= bound
+            if listing | weigh:
+                x, token, u, inside = _part(x_ptr, list_id_ptr, start, V, False, cut, cut_id, BLOCK)
+                if listing:
+                    hit = inside & (u >= bound)
+                    spot = count + tl.cumsum(hit.to(tl.int32), axis=0) - 1
+                    tl.store(list_x_ptr + spot, x, mask=hit & (spot < LIST))
+                    tl.store(list_id_ptr + spot, token, mask=hit & (spot < LIST))
+                    count += tl.sum(hit.to(tl.int32), axis=0)
+                if weigh:
+                    t = shifted(x, best) * inv_t
+                    whole += tl.where(t >= low, mass(t), 0).to(tl.int64)
         tl.debug_barrier()
         listed = count <= LIST
         n = tl.where(listed, count, V)
-        src = list_x_ptr if listed else x_ptr
+        src = x_ptr
+        if listed:
+            src = list_x_ptr
         if by_k:
-            key = cut
-            for bit in range(32):
-                c = key | (tl.full((), 1, tl.uint32) << (31 - bit))
-                many = _tally(
-                    src, list_id_ptr, n, listed, best, inv_t, low, cut * 0, 0x7FFFFFFF, c, 0,
-                    False, False, BLOCK,
-                )  # fmt: skip
-                key = tl.where(many >= k, c, key)
-            above = _tally(
-                src, list_id_ptr, n, listed, best, inv_t, low, cut * 0, 0x7FFFFFFF, key + 1, 0,
-                False, False, BLOCK,
+            key, above = _search(
+                src, list_id_ptr, n, listed, best, inv_t, low, cut, cut_id, k.to(tl.int64),
+                False, BLOCK,
             )  # fmt: skip
             cut_id = _last_id(src, list_id_ptr, n, listed, cut, cut_id, key, k - above, BLOCK)
             cut = key
         if by_p:
-            total = tl.sum(whole, axis=0)
-            here = _tally(
-                src, list_id_ptr, n, listed, best, inv_t, low, cut, cut_id, cut, 0,
-                True, False, BLOCK,
-            )  # fmt: skip
-            if by_k:
-                total = here
+            acc = tl.zeros((BLOCK,), tl.int64)
+            for start in range(0, n, BLOCK):
+                x, _, _, inside = _part(src, list_id_ptr, start, n, listed, cut, cut_id, BLOCK)
+                t = shifted(x, best) * inv_t
+                acc += tl.where(inside & (t >= low), mass(t), 0).to(tl.int64)
+            here = tl.sum(acc, axis=0)
+            total = tl.where(by_k, here, tl.sum(whole, axis=0))
             target = (total >> 24) * p + (((total & (_FULL_P - 1)) * p) >> 24)
-            if here < target:
-                listed = count < 0  # the list is too short: walk the row
-                n = V
+            if here < target:  # the list is too short: walk the row
+                listed = count < 0
+                n = n * 0 + V
                 src = x_ptr
-            key = cut * 0
-            for bit in range(32):
-                c = key | (tl.full((), 1, tl.uint32) << (31 - bit))
-                held = _tally(
-                    src, list_id_ptr, n, listed, best, inv_t, low, cut, cut_id, c, 0,
-                    True, False, BLOCK,
-                )  # fmt: skip
-                key = tl.where(held >= target, c, key)
-            above = _tally(
-                src, list_id_ptr, n, listed, best, inv_t, low, cut, cut_id, key + 1, 0,
-                True, False, BLOCK,
-            )  # fmt: skip
+            key, above = _search(
+                src, list_id_ptr, n, listed, best, inv_t, low, cut, cut_id, target, True, BLOCK
+            )
             o = (key ^ 0x80000000).to(tl.int32, bitcast=True)
             value = (o ^ ((o >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
             each = mass(shifted(value, best) * inv_t).to(tl.int64)
@@ -198,7 +213,7 @@ def lowest_with(least: int) -> float:
 
 
 def edges(
-    x: torch.Tensor, peak: torch.Tensor, inv_t: torch.Tensor, opts: Rows, exact: Any
+    x: torch.Tensor, peak: torch.Tensor, inv_t: torch.Tensor, opts: Rows, group: int, exact: Any
 ) -> torch.Tensor:
     """float32 [N, 3]: the last token kept, as (logit, token id as bits, lowest t).
 
@@ -219,6 +234,7 @@ def edges(
     list_id = torch.empty((n, LIST), dtype=torch.int32, device=x.device)
     _edges_kernel[(n,)](
         x, peak, inv_t, low_t, k_t, p_t, list_x, list_id, edge, vocab, groups, x.stride(0),
-        GROUPS=triton.next_power_of_2(groups), LIST=LIST, BLOCK=1024, **exact,
+        GROUP=group, GROUPS=triton.next_power_of_2(groups), LIST=LIST, BLOCK=1024, num_warps=8,
+        **exact,
     )  # fmt: skip
     return edge

@@ -33,7 +33,7 @@ async def run(
             else _nothing()
             for job in jobs
         ]
-        counts = _Counts(service, len(jobs), begun)
+        counts = _Counts(service, jobs, begun)
         async with aclosing(merge(streams)) as merged:
             async for item in merged:
                 counts.take(*item)
@@ -113,10 +113,12 @@ async def _nothing() -> AsyncGenerator[Output, None]:
 class _Counts:
     """Observes times and tokens of one request."""
 
-    def __init__(self, service: Service, choices: int, begun: float) -> None:
+    def __init__(self, service: Service, jobs: Sequence[Job], begun: float) -> None:
         self._metrics, self._begun = service.metrics, begun
-        self._first_at: list[float] = [0.0] * choices
-        self._tokens = [0] * choices
+        prompts = {job.prompt_index: len(job.prompt.token_ids) for job in jobs}
+        self._prompt_tokens = sum(prompts.values())
+        self._first_at: list[float] = [0.0] * len(jobs)
+        self._tokens = [0] * len(jobs)
         self._any = False
 
     def take(self, index: int, output: Output) -> None:
@@ -124,6 +126,7 @@ class _Counts:
         if not self._any:
             self._any = True
             self._metrics.first_token.observe(now - self._begun)
+            self._metrics.prompt_tokens.inc(self._prompt_tokens)
         if not self._first_at[index]:
             self._first_at[index] = now
             self._metrics.cached_tokens.inc(output.num_cached_tokens)

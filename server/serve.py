@@ -41,7 +41,11 @@ def run(settings: Settings, open_engine: Callable[[Settings], Awaitable[Engine]]
     except OSError as fault:
         _log.error("can't listen on %s port %d: %s", settings.host, settings.port, fault.strerror)
         return CANNOT_START
-    app = create_app(settings, open_engine)
+    try:
+        app = create_app(settings, open_engine)
+    except (OSError, ValueError, ImportError) as fault:
+        _log.error("%s", fault)
+        return CANNOT_START
     config = uvicorn.Config(
         app,
         log_config=None,

@@ -209,11 +209,12 @@ def test_every_change_of_the_numerics_is_caught_and_named(made, model, tmp_path,
 
 def test_batch_gives_the_servers_bits(made, model, tmp_path):
     _, bodies, _ = made
-    lines = [
-        {"custom_id": str(i), "method": "POST", "url": "/v1/completions",
-         "body": {"max_tokens": 12, "samebits_receipt": True, **request}}
-        for i, request in enumerate(REQUESTS) if "seed" in request or request.get("temperature") == 0
-    ]  # fmt: skip
+    lines = []
+    for number, request in enumerate(REQUESTS):
+        if "seed" in request or request.get("temperature") == 0:
+            body = {"max_tokens": 12, "samebits_receipt": True, **request}
+            line = {"custom_id": str(number), "method": "POST", "url": "/v1/completions"}
+            lines.append({**line, "body": body})
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
     command = [SAMEBITS, "batch", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl")]
     command += ["--model", str(model), "--served-model-name", "two"]
@@ -244,8 +245,10 @@ def code_of(document, title):
 
 
 def run_python(code, cwd, **env):
+    """Run as a file: vLLM's processes read it again."""
+    (cwd / "snippet.py").write_text(code)
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "snippet.py"],
         capture_output=True, text=True, cwd=cwd, env=clean_env(**env), timeout=500,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -261,7 +264,7 @@ def test_the_offline_snippet_gives_the_servers_text(made, model, tmp_path):
     code += (
         "\nimport json; print('IDS', json.dumps([list(o.outputs[0].token_ids) for o in outputs]))"
     )
-    ids = json.loads(run_python(code, tmp_path).split("IDS ", 1)[1])
+    ids = json.loads(run_python(code, tmp_path).split("IDS ", 1)[1].splitlines()[0])
     with serving(tmp_path / "log", "--model", str(model), **PATIENT) as s:
         for prompt, got in zip(["Hello, my name is", "The future of AI is"], ids, strict=True):
             body = {

@@ -14,8 +14,9 @@ ROOT = Path(__file__).parents[2]
 COLUMNS = ("CPU", "CUDA", "Ascend")
 # What the promise is about. Each must have its row.
 CONDITIONS = (
-    "batch", "order", "prefix cache", "chunked", "preemption", "restart", "tensor parallel", "graphs",
-    "LoRA", "quantization", "speculative decoding", "mixture of experts", "several nodes", "another device",
+    "batch", "order", "prefix cache", "chunked", "preemption", "restart", "tensor parallel",
+    "graphs", "LoRA", "quantization", "speculative decoding", "mixture of experts",
+    "several nodes", "another device",
 )  # fmt: skip
 
 

@@ -69,11 +69,17 @@ def aten_runs(width: int, columns: int, dtype: torch.dtype) -> dict[str, Run]:
 
 
 def check_aten(name: str, sizes: Sequence[int] = SIZES) -> None:
-    """One of torch's ops."""
-    width, columns = 192, 96
-    rows = 8 if name in ("sum", "mean") else max(sizes)
-    x = draw(rows, width, dtype=torch.float16)
-    run = aten_runs(width, columns, torch.float16)[name]
+    """One of torch's ops, at the sizes of the start's check."""
+    long_aten(name, sizes, 192, 96, torch.float16)
+
+
+def long_aten(
+    name: str, sizes: Sequence[int], width: int, columns: int, dtype: torch.dtype
+) -> None:
+    """One of torch's ops on up to max(sizes) rows of one width."""
+    rows = min(8, max(sizes)) if name in ("sum", "mean") else max(sizes)
+    x = draw(rows, width, dtype=dtype)
+    run = aten_runs(width, columns, dtype)[name]
     rowwise(f"aten::{name}", run, x, [m for m in sizes if m <= rows])
 
 

@@ -477,10 +477,18 @@ def rank_report(worker: Any, run_checks: bool) -> dict[str, Any]:
     with _timed(out):
         out |= registry.report(run_checks)
         out["conditions"] = conditions()
+        out["attention_backend"] = _attention_backend(worker)
         if out["mode"] == "on":
             out["kernels"] = _kernels()
             out["checks"]["forward"] = recorder.verdict(worker) if run_checks else "not run"
     return out
+
+
+def _attention_backend(worker: Any) -> str:
+    """The backends that this rank's attention layers use, by vLLM's names."""
+    groups = getattr(getattr(worker, "model_runner", None), "attn_groups", [])
+    names = {group.backend.get_name() for layer in groups for group in layer}
+    return ", ".join(sorted(names))
 
 
 def _kernels() -> str:

@@ -30,7 +30,9 @@ class NotVerified(StartFault):
 class VllmEngine:
     """One in-process AsyncLLM and what the routes need to know of it. Made by `open_engine`."""
 
-    def __init__(self, start: Start, llm: Any, report: dict[str, Any]) -> None:
+    def __init__(
+        self, start: Start, llm: Any, report: dict[str, Any], tree: dict[str, Any]
+    ) -> None:
         self._start = start
         self._llm = llm
         self._report = report
@@ -39,7 +41,7 @@ class VllmEngine:
         self._tokenizer = tokenizer
         self._text = TokenText(tokenizer)
         self._chat = Chat(start.settings, tokenizer)
-        self._tree = fingerprint_tree(start, config, report)
+        self._tree = tree
         self._short = fingerprint.short(self._tree)
         self._info = ModelInfo(
             name=start.name,
@@ -212,7 +214,8 @@ async def open_engine(start: Start) -> VllmEngine:
     llm = await asyncio.to_thread(build, start)
     try:
         report = await _verified(start.settings, llm)
-        engine = VllmEngine(start, llm, report)
+        tree = await asyncio.to_thread(fingerprint_tree, start, llm.vllm_config, report)
+        engine = VllmEngine(start, llm, report, tree)
     except BaseException:
         llm.shutdown(5.0)
         raise

@@ -15,7 +15,7 @@ from typing import Any
 from config import determinism
 from config.determinism import Forced
 from config.settings import DEMO_MODEL, Settings, cache_dir
-from server import demo_model, fingerprint, machine
+from server import demo_model, fingerprint, machine, weights
 
 _log = logging.getLogger("samebits")
 CPU_KV_CACHE_BYTES = 1 << 30
@@ -186,6 +186,7 @@ def fingerprint_tree(start: Start, config: Any, report: dict[str, Any]) -> dict[
         chat_template=template,
         trust_remote_code=settings.trust_remote_code,
         cache_path=cache_dir() / "weights.json",
+        progress=weights.told(lambda words: _log.info("hashing weights: %s", words)),
     )
     described = json.loads(json.dumps(model.hf_config.to_dict(), default=str))
     engine = {

@@ -251,6 +251,14 @@ class TestCache:
         size = (model / "model.safetensors").stat().st_size
         assert told[-1] == (size, size) and len(told) == 16
 
+    def test_progress_in_words(self):
+        said = []
+        told = weights.told(said.append, every_s=0)
+        told(1 << 29, 1 << 30)
+        assert said == ["50 % of 1.1 GB"]
+        weights.told(said.append)(1, 2)
+        assert len(said) == 1
+
     def test_safetensors_count_alone(self, model):
         (model / "pytorch_model.bin").write_bytes(b"x")
         assert [p.name for p in weights.weight_files(model)] == ["model.safetensors"]

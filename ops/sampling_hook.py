@@ -21,6 +21,7 @@ import functools
 import secrets
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -200,42 +201,59 @@ def _think(batch: Any, logits: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def options(requests: Sequence[Any]) -> tuple[list[Any], ...]:
-    """The arguments of `sampling.draw` after the logits, read from each request's own
-    SamplingParams.
-    """
-    out: tuple[list[Any], ...] = ([], [], [], [], [], [], [])
-    for request in requests:
-        p = request.sampling_params
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What a request's SamplingParams say, read once; `params` shows whether it is still them."""
+
+    params: Any
+    draw: tuple[
+        float, int, float, float, int, int
+    ]  # temperature, top_k, top_p, min_p, seed, choice
+    offset: int
+    edited: bool  # whether anything but min_tokens can change its logits
+
+
+def _held(request: Any) -> _Held:
+    p = request.sampling_params
+    held: _Held | None = getattr(request, "_samebits", None)
+    if held is None or held.params is not p:
         found = stream(p)
         if found is None:
             raise OpsError(
                 f"vllm.Sampler: request {request.req_id} reached the draw without a seed"
             )
         seed, choice, offset = found
-        position = len(request.output_token_ids) + offset
-        row = (p.temperature, p.top_k, p.top_p, p.min_p, seed, choice, position)
-        for column, value in zip(out, row, strict=True):
-            column.append(value)
-    return out
+        edited = (
+            p.repetition_penalty != 1.0
+            or p.frequency_penalty != 0
+            or p.presence_penalty != 0
+            or bool(p.allowed_token_ids or p.bad_words_token_ids or p.logit_bias)
+        )
+        draw = (p.temperature, p.top_k, p.top_p, p.min_p, seed, choice)
+        held = request._samebits = _Held(p, draw, offset, edited)
+    return held
+
+
+def options(requests: Sequence[Any]) -> list[Any]:
+    """The arguments of `sampling.draw` after the logits, from each request's own SamplingParams."""
+    held = [_held(r) for r in requests]
+    positions = [len(r.output_token_ids) + h.offset for r, h in zip(requests, held, strict=True)]
+    return [*zip(*(h.draw for h in held), strict=True), positions]
 
 
 def edits(request: Any) -> sampling_logits.Edits:
     """What a request's options do to its logits now.
 
-    With an offset the last `offset` tokens of the prompt are the answer's beginning: penalties
-    and bad words count them as answer. min_tokens counts this request's own tokens, as vLLM's
-    scheduler does.
+    With an offset the last `offset` tokens of the prompt are the answer's beginning: penalties and
+    bad words count them as answer. min_tokens counts this request's own tokens, as vLLM's scheduler
+    does.
     """
-    p = request.sampling_params
-    penalised = p.repetition_penalty != 1.0 or p.frequency_penalty != 0 or p.presence_penalty != 0
+    p, held = request.sampling_params, _held(request)
     early = p.min_tokens > len(request.output_token_ids)
-    if not (penalised or early or p.allowed_token_ids or p.bad_words_token_ids or p.logit_bias):
+    if not (held.edited or early):
         return _NO_EDITS
     prompt = request.prompt_token_ids or []
-    found = stream(p)
-    offset = min(found[2] if found else 0, len(prompt))
-    split = len(prompt) - offset
+    split = len(prompt) - min(held.offset, len(prompt))
     answer = [*prompt[split:], *request.output_token_ids]
     banned = sampling_logits.bad_word_ends(p.bad_words_token_ids or [], answer)
     if early:
@@ -378,9 +396,9 @@ def check() -> None:
 
     Raises `NotInvariant`.
     """
-    from ops import sampling_check
+    from ops import device, sampling_check
 
-    sampling_check.check()
+    sampling_check.check(device.detect().kind)
 
 
 OVERRIDE = Override(

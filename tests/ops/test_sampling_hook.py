@@ -82,13 +82,15 @@ def test_position_is_what_was_answered_plus_the_offset() -> None:
     plain = _request(seed=3)
     later = _request(extra_args={"samebits": {"seed": 3, "offset": 40}})
     columns = sampling_hook.options([plain, later])
-    assert columns[4:] == ([3, 3], [0, 0], [2, 42])
+    assert columns[4:] == [(3, 3), (0, 0), [2, 42]]
     plain.output_token_ids = [-1] * 7  # placeholders of asynchronous scheduling
     assert sampling_hook.options([plain])[6] == [7]
 
 
 def test_a_request_without_a_seed_stops_the_draw() -> None:
     bare = SimpleNamespace(req_id="x", sampling_params=_params(), output_token_ids=[])
+    with pytest.raises(OpsError, match="without a seed"):
+        sampling_hook.edits(bare)
     with pytest.raises(OpsError, match="without a seed"):
         sampling_hook.options([bare])
 

@@ -38,8 +38,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource
 from ops.kernels.triton import draw, draw_filter
 F, I, L = "*fp32", "*i32", "*i64"
-TYPES = dict(x_ptr=F, peak_ptr=F, best_ptr=F, inv_t_ptr=F, edge_ptr=F, score_ptr=F, low_ptr=F,
-             list_x_ptr=F, stream_ptr=I, id_ptr=I, k_ptr=I, p_ptr=I, list_id_ptr=I, out_ptr=L)
+TYPES = dict(x_ptr=F, peak_ptr=F, best_ptr=F, edge_ptr=F, score_ptr=F,
+             list_x_ptr=F, stream_ptr=I, id_ptr=I, list_id_ptr=I, out_ptr=L)
 CASES = (
     (draw._peaks_kernel, dict(GROUP=128, TILE=16)),
     (draw._draw_kernel, dict(GROUPS=2048, COVER=16, LANES=512, SPLIT=False, FILTERED=True)),

@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
@@ -38,7 +37,7 @@ def _peaks_kernel(x_ptr, peak_ptr, V, groups, stride_x, GROUP: tl.constexpr, TIL
 
 @triton.jit
 def _draw_kernel(
-    x_ptr, peak_ptr, best_ptr, inv_t_ptr, stream_ptr, edge_ptr, score_ptr, id_ptr,
+    x_ptr, peak_ptr, best_ptr, stream_ptr, edge_ptr, score_ptr, id_ptr,
     V, groups, blocks, parts, stride_x,
     GROUPS: tl.constexpr, COVER: tl.constexpr, LANES: tl.constexpr, SPLIT: tl.constexpr,
     FILTERED: tl.constexpr,
@@ -50,8 +49,8 @@ def _draw_kernel(
     g = tl.arange(0, GROUPS)
     peaks = tl.load(peak_ptr + row * groups + g, mask=g < groups, other=float("-inf"))
     best = tl.max(peaks, axis=0)
-    inv_t = tl.load(inv_t_ptr + row)
-    s = stream_ptr + row * 4
+    s = stream_ptr + row * 8
+    inv_t = tl.load(s + 4).to(tl.float32, bitcast=True)
     lane = tl.arange(0, LANES)
     zero = (lane * 0).to(tl.uint32)
     k0, k1 = tl.load(s).to(tl.uint32) + zero, tl.load(s + 1).to(tl.uint32) + zero
@@ -135,17 +134,16 @@ def draw(
     score = torch.empty((n, parts), **f32)
     ids = torch.empty((n, parts), dtype=torch.int32, device=x.device)
     out = torch.empty(n, dtype=torch.int64, device=x.device)
-    host = _host(opts)
-    inv_t, stream = host[0].to(x.device), host[1].to(x.device)
+    stream = _host(opts, vocab).to(x.device, non_blocking=True)
     exact = {"enable_fp_fusion": False} if x.device.type == "cuda" else {}
     tile = 16
     _peaks_kernel[(n, triton.cdiv(groups, tile))](
         x, peak, vocab, groups, x.stride(0), GROUP=GROUP, TILE=tile, **exact
     )
     filtered = bool(opts.filtered.any())
-    edge = draw_filter.edges(x, peak, inv_t, opts, GROUP, exact) if filtered else peak
+    edge = draw_filter.edges(x, peak, stream, GROUP, exact) if filtered else peak
     _draw_kernel[(n, parts)](
-        x, peak, best, inv_t, stream, edge, score, ids, vocab, groups, blocks, parts, x.stride(0),
+        x, peak, best, stream, edge, score, ids, vocab, groups, blocks, parts, x.stride(0),
         GROUPS=triton.next_power_of_2(groups), COVER=4 * lanes // GROUP, LANES=lanes,
         SPLIT=split, FILTERED=filtered, **exact,
     )  # fmt: skip
@@ -153,11 +151,16 @@ def draw(
     return out
 
 
-def _host(opts: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-    def halves(a: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        return a.astype(np.int64).view(np.int32).reshape(-1, 2)
-
-    seed = halves(np.ascontiguousarray(opts.seed))
-    choice, position = opts.choice.astype(np.uint32), opts.position.astype(np.uint32)
-    stream = np.stack([seed[:, 0], seed[:, 1], choice.view(np.int32), position.view(np.int32)], 1)
-    return torch.from_numpy(opts.inv_t.copy()), torch.from_numpy(np.ascontiguousarray(stream))
+def _host(opts: Rows, vocab: int) -> torch.Tensor:
+    """int32 [N, 8], one copy to the device: seed low and high, choice, position, 1 / T (bits),
+    top_k (0: off), top_p, lowest t (bits)."""
+    out = torch.empty((opts.seed.shape[0], 8), dtype=torch.int32)
+    a = out.numpy()
+    a[:, :2] = np.ascontiguousarray(opts.seed).view(np.int32).reshape(-1, 2)
+    a[:, 2] = opts.choice.astype(np.uint32).view(np.int32)
+    a[:, 3] = opts.position.astype(np.uint32).view(np.int32)
+    a[:, 4] = np.ascontiguousarray(opts.inv_t).view(np.int32)
+    a[:, 5] = np.where(opts.top_k < vocab, opts.top_k, 0)
+    a[:, 6] = opts.top_p
+    a[:, 7] = draw_filter.lowest(opts).view(np.int32)
+    return out

@@ -13,6 +13,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
@@ -103,7 +104,7 @@ def _last_id(x_ptr, id_ptr, n, listed, cut, cut_id, key, r, BLOCK: tl.constexpr)
 
 @triton.jit
 def _edges_kernel(
-    x_ptr, peak_ptr, inv_t_ptr, low_ptr, k_ptr, p_ptr, list_x_ptr, list_id_ptr, edge_ptr,
+    x_ptr, peak_ptr, stream_ptr, list_x_ptr, list_id_ptr, edge_ptr,
     V, groups, stride_x,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, LIST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -111,8 +112,10 @@ def _edges_kernel(
     is on.
     """
     row = tl.program_id(0).to(tl.int64)
-    k, p = tl.load(k_ptr + row), tl.load(p_ptr + row)
-    low, inv_t = tl.load(low_ptr + row), tl.load(inv_t_ptr + row)
+    s = stream_ptr + row * 8
+    k, p = tl.load(s + 5), tl.load(s + 6)
+    inv_t = tl.load(s + 4).to(tl.float32, bitcast=True)
+    low = tl.load(s + 7).to(tl.float32, bitcast=True)
     x_ptr += row * stride_x
     peak_ptr += row * groups
     list_x_ptr += row * LIST
@@ -212,28 +215,28 @@ def lowest_with(least: int) -> float:
     return -float(torch.tensor([inside], dtype=torch.int32).view(torch.float32))
 
 
+def lowest(opts: Rows) -> npt.NDArray[np.float32]:
+    """The smallest t that min_p keeps, for each row; minus infinity where it is off or greedy."""
+    low = np.full(opts.min_p.shape, -np.inf, np.float32)
+    for row in np.nonzero(opts.min_p * (opts.inv_t > 0))[0]:
+        low[row] = lowest_with(int(opts.min_p[row]))
+    return low
+
+
 def edges(
-    x: torch.Tensor, peak: torch.Tensor, inv_t: torch.Tensor, opts: Rows, group: int, exact: Any
+    x: torch.Tensor, peak: torch.Tensor, stream: torch.Tensor, group: int, exact: Any
 ) -> torch.Tensor:
     """float32 [N, 3]: the last token kept, as (logit, token id as bits, lowest t).
 
-    x [N, V], peak [N, groups].
+    x [N, V] with unit stride along V, its peaks [N, groups], and the rows' numbers [N, 8].
     """
     n, vocab = x.shape
     groups = peak.shape[1]
-    low = np.array([lowest_with(int(m)) if m > 0 else -np.inf for m in opts.min_p], np.float32)
-    off = ~opts.filtered
-    host = (
-        np.where(off, -np.inf, low).astype(np.float32),
-        np.where(opts.top_k < vocab, opts.top_k, 0).astype(np.int32),
-        opts.top_p.astype(np.int32),
-    )
-    low_t, k_t, p_t = (torch.from_numpy(a).to(x.device) for a in host)
     edge = torch.empty((n, 3), dtype=torch.float32, device=x.device)
     list_x = torch.empty((n, LIST), dtype=torch.float32, device=x.device)
     list_id = torch.empty((n, LIST), dtype=torch.int32, device=x.device)
     _edges_kernel[(n,)](
-        x, peak, inv_t, low_t, k_t, p_t, list_x, list_id, edge, vocab, groups, x.stride(0),
+        x, peak, stream, list_x, list_id, edge, vocab, groups, x.stride(0),
         GROUP=group, GROUPS=triton.next_power_of_2(groups), LIST=LIST, BLOCK=1024, num_warps=8,
         **exact,
     )  # fmt: skip

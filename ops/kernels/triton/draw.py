@@ -129,9 +129,8 @@ def draw(
     x = logits if logits.stride(1) == 1 else logits.contiguous()
     groups, blocks = triton.cdiv(vocab, GROUP), triton.cdiv(vocab, 4 * lanes)
     parts = max(1, min(blocks, programs // max(n, 1), 64))
-    f32 = {"dtype": torch.float32, "device": x.device}
-    peak, best = torch.empty((n, groups), **f32), torch.empty(n, **f32)
-    score = torch.empty((n, parts), **f32)
+    peak = torch.empty((n, groups), dtype=torch.float32, device=x.device)
+    best, score = peak.new_empty(n), peak.new_empty((n, parts))
     ids = torch.empty((n, parts), dtype=torch.int32, device=x.device)
     out = torch.empty(n, dtype=torch.int64, device=x.device)
     stream = _host(opts, vocab).to(x.device, non_blocking=True)

@@ -1,6 +1,7 @@
 """How long the draw takes against vLLM's own sampler, on the same logits, in one run.
 
     OMP_NUM_THREADS=2 python -m tests.bench.draw [--rows 256] [--vocab 151936] [--repeat 5]
+    python -m tests.bench.draw --device cuda --repeat 20
 
 Prints, for each case, the median milliseconds of both and their ratio (below 1: ours is faster).
 Both get float32 logits and return token ids; A and B take turns. "flat" logits are normal with
@@ -31,18 +32,22 @@ CASES: dict[str, dict[str, float]] = {
 }
 
 
-def stock(rows: int, vocab: int, case: dict[str, float]) -> Callable[[torch.Tensor], torch.Tensor]:
+def stock(rows: int, device: str, case: dict[str, float]) -> Callable[[torch.Tensor], torch.Tensor]:
     """vLLM's steps for one batch: temperature, min_p, top_k/top_p, draw. Changes the logits."""
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
     from vllm.v1.sample.sampler import Sampler
 
-    temperature = torch.full((rows,), case.get("t", 1.0))
-    k = torch.full((rows,), int(case["k"]), dtype=torch.int32) if "k" in case else None
-    p = torch.full((rows,), case["p"]) if "p" in case else None
+    temperature = torch.full((rows,), case.get("t", 1.0), device=device)
+    k = (
+        torch.full((rows,), int(case["k"]), dtype=torch.int32, device=device)
+        if "k" in case
+        else None
+    )
+    p = torch.full((rows,), case["p"], device=device) if "p" in case else None
     inner = TopKTopPSampler()
     generators = {}
     if "seeded" in case:
-        generators = {i: torch.Generator().manual_seed(i) for i in range(rows)}
+        generators = {i: torch.Generator(device).manual_seed(i) for i in range(rows)}
 
     def run(x: torch.Tensor) -> torch.Tensor:
         if not case.get("t", 1.0):
@@ -64,16 +69,23 @@ def ours(rows: int, case: dict[str, float]) -> Callable[[torch.Tensor], torch.Te
     return lambda x: sampling.draw(x, *args, seeds, zero, zero)
 
 
+def settle(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
 def measure(name: str, logits: torch.Tensor, repeat: int) -> None:
     case = CASES[name]
-    rows, vocab = logits.shape
-    forms = {"ours": ours(rows, case), "vllm": stock(rows, vocab, case)}
+    rows, device = logits.shape[0], logits.device.type
+    forms = {"ours": ours(rows, case), "vllm": stock(rows, device, case)}
     times: dict[str, list[float]] = {"ours": [], "vllm": []}
     for turn in range(repeat + 1):
         for form, run in forms.items():
             x = logits.clone()
+            settle(device)
             start = time.perf_counter()
             run(x)
+            settle(device)
             if turn:  # the first turn warms up and compiles
                 times[form].append((time.perf_counter() - start) * 1e3)
     a, b = (statistics.median(times[f]) for f in ("ours", "vllm"))
@@ -85,15 +97,18 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--vocab", type=int, default=151936)
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--cases", nargs="*", default=list(CASES))
     args = parser.parse_args()
-    print(f"{args.rows} x {args.vocab}, {torch.get_num_threads()} threads, {sampling.SAMPLER}")
+    where = f"{torch.get_num_threads()} threads" if args.device == "cpu" else args.device
+    print(f"{args.rows} x {args.vocab}, {where}, {sampling.SAMPLER}")
     for shape, deviation in (("flat", 1.0), ("peaked", 4.0)):
         g = torch.Generator().manual_seed(0)
         logits = torch.randn(args.rows, args.vocab, generator=g) * deviation
+        logits = logits.to(args.device)
         print(f"\n{shape:24} {'ours':>9}    {'vLLM':>9}      ratio")
         for name in args.cases:
-            slow = name.startswith("top") and "top_p" in name
+            slow = args.device == "cpu" and "top_p" in name  # vLLM sorts: seconds a turn
             measure(name, logits, min(args.repeat, 2) if slow else args.repeat)
 
 

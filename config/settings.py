@@ -121,6 +121,9 @@ class Settings(BaseSettings):
     request_timeout_s: float = Field(600.0, gt=0, description="longest time for one request")
     drain_s: float = Field(30.0, ge=0, description="time for open requests after SIGTERM")
     step_timeout_s: float = Field(4.0, gt=0, description="no engine step for this long: not ready")
+    stall_timeout_s: float = Field(
+        60.0, gt=0, description="not ready for this long: open requests end with an error"
+    )
     otlp_endpoint: str | None = Field(None, description="OpenTelemetry traces go there")
     page: bool = Field(True, description="GET / shows a page")
 

@@ -15,11 +15,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server import chat, completions, models, openapi, page, probes, tokenize, tracing
-from server.errors import EngineDead, InvalidRequest, NotFound, NotReady, ServerError, WrongMethod
+from server.errors import EngineDead, InvalidRequest, NotFound, WrongMethod
 from server.limits import Admission
 from server.metrics import Metrics
 from server.middleware import BodyCap, Edge, KeyGate, load_keys
-from server.minting import Minter
+from server.minting import Minter, check_places
 from server.service import Service
 
 if TYPE_CHECKING:
@@ -102,6 +102,7 @@ async def _http_error(request: Request, fault: Exception) -> Response:
 
 async def _open(service: Service, open_engine: Callable[[Settings], Awaitable[Engine]]) -> None:
     try:
+        check_places(service.settings)
         engine = await open_engine(service.settings)
         service.minter = Minter.from_settings(service.settings, engine)
         service.engine = engine
@@ -110,25 +111,33 @@ async def _open(service: Service, open_engine: Callable[[Settings], Awaitable[En
 
 
 async def _watch(service: Service) -> None:
-    """Follow the engine's health. Dead or stuck: not ready, and all open work ends with an
-    error.
+    """Follow the engine's health.
+
+    Without a step for a while it is not ready; a long step alone is that, too, so requests go on.
+    Dead, or stalled for much longer: nothing new is taken on and all open work ends with an error.
     """
+    since = 0.0
     while True:
         await asyncio.sleep(POLL_S)
         if service.engine is None:
             continue
         health = service.engine.health()
+        now = asyncio.get_running_loop().time()
         if health.alive and health.ready:
             if service.stalled:
                 _log.warning("the engine steps again")
-            service.stalled = ""
+            service.stalled, service.broken = "", False
             continue
-        reason = health.reason or "the engine has stopped"
         if not service.stalled:
-            _log.error("engine: %s", reason)
-        service.stalled = reason
-        fault: ServerError = NotReady(reason) if health.alive else EngineDead(reason)
-        service.stop_all(fault)
+            since = now
+            _log.warning("not ready: %s", health.reason)
+        service.stalled = health.reason or "the engine has stopped"
+        if health.alive and now < since + service.settings.stall_timeout_s:
+            continue
+        if not service.broken:
+            _log.error("open requests end: %s", service.stalled)
+        service.broken = True
+        service.stop_all(service.fault())
 
 
 async def _close(service: Service) -> None:

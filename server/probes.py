@@ -48,6 +48,8 @@ async def ready(request: Request) -> Response:
     try:
         engine = service.ready_engine()
         service.admission.check(0)
+        if service.stalled:
+            raise service.fault()
     except ServerError as fault:
         return json_answer({"ready": False, "reason": fault.message}, 503)
     return json_answer({"ready": True, "report": dict(engine.health().report)})
@@ -56,12 +58,15 @@ async def ready(request: Request) -> Response:
 @router.get("/version")
 async def version(request: Request) -> Response:
     """Our version, and the fingerprint once the engine is open."""
-    engine = service_of(request).engine
+    service = service_of(request)
+    engine = service.engine
+    signer = service.minter.signer if service.minter else None
     return json_answer(
         {
             "version": _version(),
             "system_fingerprint": engine.fingerprint if engine else None,
             "fingerprint": dict(engine.fingerprint_tree) if engine else None,
+            "receipts_public_key": signer.public_key if signer else None,
         }
     )
 
@@ -72,11 +77,7 @@ async def metrics(request: Request) -> Response:
     service = service_of(request)
     found = service.metrics
     found.in_engine.set(service.admission.in_engine)
-    try:
-        service.ready_engine()
-        found.ready.set(1)
-    except ServerError:
-        found.ready.set(0)
+    found.ready.set(service.engine is not None and not service.stalled)
     text = found.render()
     if service.engine is not None:
         checks = service.engine.health().report.get("checks", {})

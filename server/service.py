@@ -39,6 +39,7 @@ class Service:
     engine: Engine | None = None
     failure: BaseException | None = None  # why the engine could not be opened
     stalled: str = ""  # why an open engine is not ready; "" when it is
+    broken: bool = False  # it is dead, or has been stalled for too long: nothing is taken on
     work: set[Work] = field(default_factory=set)
     started: float = field(default_factory=time.time)
     minter: Minter | None = None
@@ -52,11 +53,15 @@ class Service:
             if self.failure is not None:
                 raise EngineDead("the engine could not be started")
             raise NotReady("the engine is still loading", retry_after_s=5, code="loading")
-        if self.stalled:
-            if not self.engine.health().alive:
-                raise EngineDead(self.stalled)
-            raise NotReady(self.stalled, retry_after_s=5)
+        if self.broken:
+            raise self.fault()
         return self.engine
+
+    def fault(self) -> ServerError:
+        """What ends work while the engine is broken."""
+        if self.engine is not None and self.engine.health().alive:
+            return NotReady(self.stalled, retry_after_s=5)
+        return EngineDead(self.stalled or "the engine has stopped")
 
     def stop_all(self, fault: ServerError) -> None:
         """End all open work with `fault`: plain answers as an error body, streams as an error

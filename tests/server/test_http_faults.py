@@ -99,14 +99,41 @@ def test_a_dead_engine() -> None:
         assert live.settled()
 
 
-def test_a_stuck_engine_recovers() -> None:
+def test_a_stuck_engine_is_not_ready_and_recovers() -> None:
     engine = FakeEngine(delay_s=0.02)
     with serving(engine) as live:
+        found: list[Any] = []
+        read = threading.Thread(
+            target=lambda: found.extend(live.events(prompt="Hello", max_tokens=40))
+        )
+        read.start()
+        assert until(lambda: bool(engine.running), 5)
         engine.stuck = True
-        assert until(lambda: live.http.get("/ready").status_code == 503, 5)
-        assert live.http.get("/health").status_code == 200
-        assert "no step" in live.http.get("/ready").json()["reason"]
-        refused = live.post("/v1/completions", {"prompt": "a"})
+        with httpx.Client(base_url=live.url) as probe:
+            assert until(lambda: probe.get("/ready").status_code == 503, 5)
+            assert probe.get("/health").status_code == 200
+            assert "no step" in probe.get("/ready").json()["reason"]
+            assert "samebits_ready 0.0" in probe.get("/metrics").text
+            engine.stuck = False
+            assert until(lambda: probe.get("/ready").status_code == 200, 5)
+        read.join(10)
+        assert len(found) == 40, "a long step must not end anything"
+        assert not any("error" in chunk for chunk in found)
+
+
+def test_an_engine_that_stays_stuck_ends_what_is_open() -> None:
+    engine = FakeEngine(delay_s=0.02)
+    with serving(engine, stall_timeout_s=0.5) as live:
+        found: list[Any] = []
+        read = threading.Thread(
+            target=lambda: found.extend(live.events(prompt="Hello", max_tokens=400))
+        )
+        read.start()
+        assert until(lambda: bool(engine.running), 5)
+        engine.stuck = True
+        read.join(5)
+        assert found[-1]["error"]["code"] == "not_ready"
+        refused = httpx.post(live.url + "/v1/completions", json={"prompt": "a"})
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
         engine.stuck = False
         assert until(lambda: live.http.get("/ready").status_code == 200, 5)

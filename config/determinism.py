@@ -232,6 +232,14 @@ CUDA: tuple[Row, ...] = (
     ),
     Force(
         "env",
+        "VLLM_USE_V2_MODEL_RUNNER",
+        "0",
+        ("cuda",),
+        "the second runner has a sampler of its own; ours is bound into the first",
+        "vllm/v1/worker/gpu/sample/sampler.py",
+    ),
+    Force(
+        "env",
         "VLLM_ALLREDUCE_USE_SYMM_MEM",
         "0",
         ("cuda",),
@@ -318,6 +326,9 @@ def process_variables(settings: Settings, device: str) -> dict[str, str | None]:
     if device == "cpu":
         threads = settings.num_threads or len(os.sched_getaffinity(0))
         found |= {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        # A thread that waits for one that other work keeps off its core sleeps after some 50 us:
+        # OpenMP's default of milliseconds turns a busy machine into a standing one.
+        found["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", "20000")
     return found
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import os
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
@@ -35,6 +36,27 @@ class ReceiptLost(ServerError):
     """The receipts log can't be written and the setting says that no answer goes out without one."""
 
     status, code = 503, "receipts_unavailable"
+
+
+def check_places(settings: Settings) -> None:
+    """Before a model is loaded: whether the log can be appended to and the key can be read.
+
+    Raises `BadPlace` or `BadKey`, naming the setting.
+    """
+    if settings.receipts_key_file:
+        Signer.from_file(settings.receipts_key_file)
+    if settings.receipts:
+        try:
+            os.close(os.open(settings.receipts, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o640))
+        except OSError as fault:
+            raise BadPlace(
+                f"SAMEBITS_RECEIPTS={settings.receipts}: {fault.strerror}; make the folder or name "
+                "a file that can be written"
+            ) from None
+
+
+class BadPlace(ValueError):
+    """The receipts log can't be written where the setting says."""
 
 
 class Minter:
@@ -207,6 +229,13 @@ class _MintingEngine:
         """As the engine's, with a receipt on the last output. Logprobs are asked for, and hidden
         again if only for us.
         """
+        if sampling.max_tokens == 0:  # a prompt scored: nothing was answered, nothing to prove
+            async with aclosing(
+                self._engine.generate(prompt, sampling, request_id=request_id, priority=priority)
+            ) as scored:
+                async for output in scored:
+                    yield output
+            return
         hidden = sampling.logprobs is None
         asked = dataclasses.replace(sampling, logprobs=0) if hidden else sampling
         answer = Answer()

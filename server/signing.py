@@ -36,11 +36,13 @@ class Signer:
         try:
             key = serialization.load_pem_private_key(Path(path).read_bytes(), password=None)
         except OSError as fault:
-            raise BadKey(f"receipts_key_file {path}: {fault.strerror}") from None
+            raise BadKey(f"SAMEBITS_RECEIPTS_KEY_FILE={path}: {fault.strerror}") from None
         except (ValueError, TypeError) as fault:
-            raise BadKey(f"receipts_key_file {path}: no unencrypted PEM key ({fault})") from None
+            raise BadKey(
+                f"SAMEBITS_RECEIPTS_KEY_FILE={path}: no unencrypted PEM key ({fault})"
+            ) from None
         if not isinstance(key, Ed25519PrivateKey):
-            raise BadKey(f"receipts_key_file {path}: not an Ed25519 key")
+            raise BadKey(f"SAMEBITS_RECEIPTS_KEY_FILE={path}: not an Ed25519 key")
         return cls(key)
 
     def sign(self, receipt: Mapping[str, Any]) -> dict[str, Any]:

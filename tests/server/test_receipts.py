@@ -5,15 +5,22 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import time
 from pathlib import Path
 
+import httpx
 import pytest
 
+from config.settings import Settings
 from server import canonical, receipts, signing
+from server.app import create_app
 from server.engine import Output, Position, Prompt, Sampling, TokenLogprob
 from server.errors import EngineFailed
-from server.minting import Minter
-from tests.server.toy import ToyEngine
+from server.minting import BadPlace, Minter, check_places
+from server.receiptfile import Reader
+from server.receiptlog import ReceiptLog
+from tests.server.fake import FakeEngine
+from tests.server.toy import ToyEngine, serving
 
 VECTORS = json.loads(
     (Path(__file__).parents[2] / "docs" / "receipts-vectors.json").read_text(encoding="utf-8")
@@ -184,6 +191,71 @@ async def test_without_logprobs_the_receipt_says_so():
     assert receipt["logprobs_sha256"] is None and receipt["num_tokens"] == 1
 
 
+async def test_a_scored_prompt_has_no_receipt():
+    engine = OneOutput(Output(finish_reason="length"))
+    outputs = await answer(engine, Minter(engine), Sampling(0, prompt_logprobs=0))
+    assert [o.receipt for o in outputs] == [None]
+
+
+def test_places_are_checked_before_a_model_is_loaded(tmp_path):
+    check_places(Settings())
+    check_places(Settings(receipts=str(tmp_path / "r.jsonl")))
+    with pytest.raises(BadPlace, match="SAMEBITS_RECEIPTS="):
+        check_places(Settings(receipts=str(tmp_path / "absent" / "r.jsonl")))
+    with pytest.raises(BadPlace):
+        check_places(Settings(receipts=str(tmp_path)))
+    with pytest.raises(signing.BadKey, match="SAMEBITS_RECEIPTS_KEY_FILE="):
+        check_places(Settings(receipts_key_file=str(tmp_path / "absent")))
+
+
+def served(engine, headers=None, **settings):
+    """(status and body of one completion through the application, body of /version)."""
+
+    async def opened(_):
+        return engine
+
+    body = {"prompt": "Hello", "max_tokens": 4, "seed": 1}
+    with serving(create_app(Settings(**settings), opened), lifespan="on") as url:
+        while httpx.get(url + "/ready").status_code != 200:
+            time.sleep(0.02)
+        plain = httpx.post(url + "/v1/completions", json=body, headers=headers)
+        streamed = httpx.post(
+            url + "/v1/completions", json={**body, "stream": True}, headers=headers
+        )
+        return plain, streamed.text, httpx.get(url + "/version").json()
+
+
+def test_through_the_application(tmp_path):
+    """Header, body of the answer, last chunk of a stream, log, signature and its public key."""
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    key = tmp_path / "key.pem"
+    key.write_bytes(pem(Ed25519PrivateKey.generate()))
+    log = tmp_path / "r.jsonl"
+    settings = {"receipts": str(log), "receipts_key_file": str(key)}
+    plain, streamed, version = served(FakeEngine(), {"X-Samebits-Receipt": "1"}, **settings)
+    (receipt,) = plain.json()["samebits"]["receipts"]
+    assert signing.verify(receipt, version["receipts_public_key"]) is None
+    events = [json.loads(e[6:]) for e in streamed.split("\n\n") if e.startswith("data: {")]
+    assert events[-1]["samebits"]["receipts"][0]["text_sha256"] == receipt["text_sha256"]
+    assert [e.status for e in Reader([log], version["receipts_public_key"]).entries()] == ["", ""]
+    assert "receipts" not in served(FakeEngine())[0].json()["samebits"]
+
+
+def test_no_answer_without_its_receipt_where_that_is_asked_for(tmp_path, monkeypatch):
+    def full(self, line):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(ReceiptLog, "_lock_and_write", full)
+    log = str(tmp_path / "r.jsonl")
+    plain, streamed, _ = served(FakeEngine(), receipts=log)
+    assert plain.status_code == 503
+    assert plain.json()["error"]["code"] == "receipts_unavailable"
+    assert "receipts_unavailable" in streamed and '"finish_reason":"' not in streamed
+    plain, streamed, _ = served(FakeEngine(), receipts=log, receipts_on_error="serve")
+    assert plain.status_code == 200 and '"finish_reason":"length"' in streamed
+
+
 def record():
     return json.loads(json.dumps(VECTORS["receipts"][0]))
 
@@ -223,19 +295,18 @@ def test_one_bit_of_a_logprob_counts():
         receipts.check_record(edited)
 
 
+def pem(key):
+    from cryptography.hazmat.primitives import serialization as form
+
+    return key.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, form.NoEncryption())
+
+
 def test_signatures(tmp_path):
-    from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
     def key_file(name):
         path = tmp_path / name
-        path.write_bytes(
-            Ed25519PrivateKey.generate().private_bytes(
-                serialization.Encoding.PEM,
-                serialization.PrivateFormat.PKCS8,
-                serialization.NoEncryption(),
-            )
-        )
+        path.write_bytes(pem(Ed25519PrivateKey.generate()))
         return path
 
     signer, other = (signing.Signer.from_file(key_file(n)) for n in "ab")

@@ -184,7 +184,8 @@ def load(flags: Mapping[str, Any] | None = None, *, profile: str | None = None) 
     if path is not None:
         _check_profile(path, known)
     try:
-        return Settings(_env_file=path, **{k: v for k, v in (flags or {}).items() if v is not None})
+        given = {key: value for key, value in (flags or {}).items() if value is not None}
+        return Settings(_env_file=path, **given)  # type: ignore[call-arg]
     except ValidationError as fault:
         raise SettingsError("\n".join(_malformed(e) for e in fault.errors())) from None
 

@@ -64,7 +64,7 @@ class TokenText:
         if self.kind == "pieces":
             if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
                 return bytes([int(piece[3:5], 16)])
-            return piece.replace("\u2581", " ").encode()
+            return str(piece).replace("\u2581", " ").encode()
         return str(self._tokenizer.decode([token_id])).encode()
 
     def text(self, token_id: int) -> str:

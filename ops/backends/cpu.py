@@ -8,12 +8,13 @@ from ops.registry import Override
 def rows() -> list[Override]:
     """All override rows of the CPU, in the order in which they are installed."""
     from ops.bindings import activations, aten, attention, linear, moe, norms, rotary
+    from ops.collectives import CPU_ROWS
     from ops.sampling_hook import OVERRIDE
 
     found: list[Override] = []
     for module in (aten, linear, norms, activations, rotary, attention, moe):
         found += module.rows()
-    return [*found, OVERRIDE]
+    return [*found, OVERRIDE, *CPU_ROWS]
 
 
 def kernels() -> tuple[str, str]:

@@ -126,6 +126,7 @@ def serving(python: Path, model: Path, log: Path, env: dict[str, str]) -> Iterat
         "max-num-seqs": 16,
         "num-gpu-blocks-override": 64,
         "gpu-memory-utilization": 0.5,
+        "step-timeout-s": 250,  # kernels in the interpreter are slow
     }
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     with log.open("w") as out:

@@ -1,0 +1,55 @@
+"""Tensor-parallel 2 through the real engine on the CPU: the sum over ranks keeps the promise."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.conftest import clean_env
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+
+def answers(folder: Path, mode: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.engine.tp_engine", str(folder), mode],
+        env=clean_env(),
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_bits_do_not_depend_on_what_travels_together(tmp_path: Path) -> None:
+    found = answers(tmp_path, "ours")
+    want = found["whole"]["runs"]["alone"]
+    assert len(set(want)) == len(want)
+    for engine in found.values():
+        assert engine["faults"] == [{}, {}]
+        assert engine["hashes"][0] == engine["hashes"][1]
+        assert (
+            engine["order"]
+            == [
+                [
+                    "ops.collectives._communicator_all_reduce",
+                    "ops.collectives._communicator_reduce_scatter",
+                ]
+            ]
+            * 2
+        )
+        for how, digests in engine["runs"].items():
+            assert digests == want, how
+
+
+def test_a_sum_that_looks_at_the_size_is_caught(tmp_path: Path) -> None:
+    found = answers(tmp_path, "planted")["whole"]
+    assert all("rows of" in said for said in found["planted"]), "the start's check"
+    assert found["runs"]["among others"] != found["runs"]["alone"], "the matrix"

@@ -49,6 +49,10 @@ def gather(
         if native:
             return native.top(logprobs, num_logprobs, token_ids)
     at = token_ids.unsqueeze(-1)
+    if logprobs.device.type == "cuda" and num_logprobs == 0:
+        from ops.kernels.triton.rank import rank as place
+
+        return at.to(torch.int32), logprobs.gather(-1, at), place(logprobs, token_ids)
     key = _order(logprobs)
     rank = (key >= key.gather(-1, at)).sum(-1)
     k = min(num_logprobs, logprobs.shape[-1])

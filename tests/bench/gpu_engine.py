@@ -202,6 +202,8 @@ def environment(mode: str) -> None:
     os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ["VLLM_BATCH_INVARIANT"] = "0" if mode == "stock" else "1"
+    if mode == "ours":
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     os.environ["VLLM_PLUGINS"] = "samebits" if mode == "ours" else ""
 
 

@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-CASES = ["linear", "bmm", "moe", "norm", "softmax", "reduce", "attention", "sort"]
+CASES = ["linear", "bmm", "moe", "norm", "softmax", "reduce", "attention", "sort", "rank"]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from ops.kernels.triton import attention as att
-from ops.kernels.triton import bmm, linear, moe, norm, reduce, softmax
+from ops.kernels.triton import bmm, linear, moe, norm, rank, reduce, softmax
 
 T = linear.Tile
 TILES = (T(16, 16, 32), T(16, 32, 64), T(64, 32, 32))
@@ -150,6 +150,19 @@ def case_softmax(c: Checks) -> None:
             c.equal(ours(x[2:3]), y[2:3], "alone")
             c.equal(ours(x.flip(0)).flip(0), y, "reversed")
     c.differs(softmax.softmax(x + torch.arange(columns) * 1e-3), softmax.softmax(x))
+
+
+def case_rank(c: Checks) -> None:
+    x = torch.randint(-5, 5, (6, 20000)).float()
+    tokens = torch.randint(0, 20000, (6,))
+    got = rank.rank(x, tokens)
+    mine = x.gather(1, tokens[:, None])
+    ids = torch.arange(20000)
+    before = (x > mine) | ((x == mine) & (ids <= tokens[:, None]))
+    c.equal(got, before.sum(-1), "rank")
+    for row in (0, 3, 5):
+        c.equal(rank.rank(x[row : row + 1], tokens[row : row + 1]), got[row : row + 1], "alone")
+    c.differs(rank.rank(-x, tokens), got)
 
 
 def case_reduce(c: Checks) -> None:

@@ -150,29 +150,60 @@ def sample(runner: Any, logits: torch.Tensor, spec_decode_metadata: Any = None) 
     requests = [runner.requests[name] for name in batch.req_ids]
     logits = logits[: len(requests)]
     raw = batch.__dict__.pop("_samebits_raw", logits)
-    wanted = batch.max_num_logprobs
-    named = batch.sampling_metadata.logprob_token_ids
-    logprobs = None
-    if wanted is not None or named:
-        logprobs = sampling_logprobs.log_softmax(raw[: len(requests)])
+    kept = _raw_logprobs(batch, raw)
     x = logits.to(torch.float32)
     x = sampling_logits.apply(x, [edits(r) for r in requests])
     x = _think(batch, x)
     token = sampling.draw(x, *options(requests))
-    gathered = None
-    if logprobs is not None:
-        gathered = (
-            sampling_logprobs.named(logprobs, named, token)
-            if named
-            else sampling_logprobs.gather(logprobs, wanted, token)
-        )
-    return SamplerOutput(token.to(torch.int32).unsqueeze(-1), _tensors(gathered))
+    return SamplerOutput(token.to(torch.int32).unsqueeze(-1), _gathered(batch, kept, token))
 
 
-def _tensors(gathered: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None) -> Any:
+def _raw_logprobs(batch: Any, raw: torch.Tensor) -> tuple[list[int], torch.Tensor] | None:
+    """(rows that asked for logprobs, their log-softmax), taken before the logits are edited."""
+    asked = batch.num_logprobs.keys() | batch.logprob_token_ids.keys()
+    rows = [i for i, name in enumerate(batch.req_ids) if name in asked]
+    if not rows:
+        return None
+    some = raw if len(rows) == raw.shape[0] else raw[_index(rows, raw.device)]
+    return rows, sampling_logprobs.log_softmax(some)
+
+
+def _index(rows: list[int], device: torch.device) -> torch.Tensor:
+    """Row numbers on the device, copied without waiting for what it is busy with."""
+    pinned = torch.tensor(rows, pin_memory=device.type == "cuda")
+    return pinned.to(device, non_blocking=True)
+
+
+def _gathered(batch: Any, kept: tuple[list[int], torch.Tensor] | None, token: torch.Tensor) -> Any:
+    """vLLM's LogprobsTensors for the batch: each row gets the tokens that it asked for, whether by
+    number or by name; zeros pad it, and fill the rows that didn't ask."""
     from vllm.v1.outputs import LogprobsTensors
 
-    return None if gathered is None else LogprobsTensors(*gathered)
+    if kept is None:
+        return None
+    rows, logprobs = kept
+    if len(rows) == token.shape[0] and not batch.logprob_token_ids:
+        # The common case, without a copy from the host: none waits for the forward pass.
+        return LogprobsTensors(*sampling_logprobs.gather(logprobs, batch.max_num_logprobs, token))
+    names = {batch.req_id_to_index[r]: list(t) for r, t in batch.logprob_token_ids.items()}
+    width = max([batch.max_num_logprobs or 0, *(len(t) for t in names.values())]) + 1
+    ids = torch.zeros((token.shape[0], width), dtype=torch.int32, device=token.device)
+    values = torch.zeros(ids.shape, dtype=torch.float32, device=token.device)
+    ranks = torch.zeros(token.shape[0], dtype=torch.int64, device=token.device)
+    for by_name in (False, True):
+        part = [i for i, row in enumerate(rows) if (row in names) == by_name]
+        if not part:
+            continue
+        here = _index(part, token.device)
+        at = _index([rows[i] for i in part], token.device)
+        if by_name:
+            lists = {n: names[rows[i]] for n, i in enumerate(part)}
+            found = sampling_logprobs.named(logprobs[here], lists, token[at])
+        else:
+            found = sampling_logprobs.gather(logprobs[here], batch.max_num_logprobs, token[at])
+        wide = found[0].shape[1]
+        ids[at, :wide], values[at, :wide], ranks[at] = found
+    return LogprobsTensors(ids, values, ranks)
 
 
 def _refuse_custom(batch: Any) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -155,6 +159,30 @@ def test_native_steps(isa: str) -> None:
     assert form.c.sb_draw_sweep_words(0, 1 << 22) == 0
     assert form.c.sb_draw_sweep_words(2**32 - (1 << 22), 2**32) == 0
     assert form.c.sb_draw_sweep_mass() == 0  # every float32 in [-22, 0]
+
+
+def test_instruction_sets_draw_the_same(tmp_path: Path) -> None:
+    """One program for each: AVX-512, AVX2, and AArch64 in an emulator where there is one."""
+    from ops.kernels.cpu import build
+
+    best, printed = build.machine_isa(), {}
+    x86 = ["avx512", "avx2"] if best == "avx512" else ["avx2"] if best == "avx2" else []
+    cross = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64-static")
+    for isa in [*x86, "neon"]:
+        compiler, runner = build.find_compiler(), []
+        if isa == "neon" and best != "neon":
+            if not all(cross):
+                continue
+            compiler, runner = cross[0], [cross[1]]
+        program = tmp_path / isa
+        flags = [f for f in build.FLAGS if f not in ("-shared", "-fvisibility=hidden")]
+        flags += [*build.ISA_FLAGS[isa], "-static", "-I", str(build.SOURCES)]
+        source = Path(__file__).with_name("draw_isa.cpp")
+        subprocess.run([compiler, *flags, source, "-o", program], check=True)
+        printed[isa] = subprocess.run([*runner, program], check=True, capture_output=True).stdout
+    assert printed
+    assert len(set(printed.values())) == 1, sorted(printed)
+    assert all(out.endswith(b" 0\n") for out in printed.values())
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ UV := $(shell command -v uv 2>/dev/null || echo $(VENV)-uv/bin/uv)
 STAMP := $(VENV)/.setup
 ARGS ?=
 
-.PHONY: setup serve test test-fast test-slow lint clean
+.PHONY: setup serve test test-fast test-slow ascend-env test-ascend lint clean
 setup: $(STAMP)
 
 $(UV):
@@ -34,6 +34,13 @@ test-fast: $(STAMP)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m "slow" --timeout 3600 $(ARGS)
+
+# Two more environments, about 8 GB, once; then everything that can be shown without an NPU.
+ascend-env: $(STAMP)
+	tests/ascend/make_env.sh
+
+test-ascend: ascend-env
+	$(BIN)/python -m pytest tests/ascend tests/ops --timeout 900 $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff format -q . && $(BIN)/ruff check .

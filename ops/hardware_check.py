@@ -1,7 +1,8 @@
 """The acceptance run on an Ascend machine: everything that only hardware can show, in one report.
 
-    python -m ops.hardware_check --model Qwen3-1.7B --model Qwen3-8B --tp 1 2 4 8 --out report.json
-    (the same as: samebits check --device npu …)
+    samebits check --device npu --models Qwen3-1.7B Qwen3-8B --tp 1 2 4 8 --out report.json
+
+which runs this module: python -m ops.hardware_check --model … --model … --tp … --out …
 
 Steps: what the machine is; whether anything is missing; every op on one row and on many, at many
 sizes and positions; all-reduce with different numbers of rows, ours and HCCL's own; each model end

@@ -1,0 +1,92 @@
+"""`samebits check`: the long check of every op on every rank, written to a report.
+
+On an NPU it is the acceptance run of `ops.hardware_check`, in a process of its own, because it
+starts several engines one after another. Exit codes: 0 all equal; 3 something is not; 2 no start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from server.cli import add_settings
+
+    parser.add_argument("--out", default="samebits-check.json", help="the report")
+    parser.add_argument("--models", nargs="+", default=[], help="npu: models to run end to end")
+    parser.add_argument("--tp", nargs="+", default=[], help="npu: tensor-parallel sizes to run")
+    add_settings(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command; returns the exit code."""
+    from config.determinism import Conflict
+    from config.device import detect
+    from config.settings import SettingsError
+    from server.cli import fail, settings_from, start_from
+
+    try:
+        settings = settings_from(args)
+        if detect(settings.device).kind == "npu":
+            return on_npu(args, settings.tensor_parallel_size)
+        start = start_from(args)
+        return asyncio.run(_here(start, Path(args.out)))
+    except (SettingsError, Conflict) as fault:
+        return fail(fault)
+    except RuntimeError as fault:
+        if not hasattr(fault, "exit_code"):
+            raise
+        return fail(fault)
+
+
+def on_npu(args: argparse.Namespace, tensor_parallel_size: int) -> int:
+    """The acceptance run, told which models and sizes."""
+    command = [sys.executable, "-m", "ops.hardware_check", "--out", args.out]
+    models = args.models or ([args.set_model] if args.set_model else [])
+    for model in models:
+        command += ["--model", model]
+    command += ["--tp", *(args.tp or [str(tensor_parallel_size)])]
+    if args.set_max_model_len:
+        command += ["--max-model-len", str(args.set_max_model_len)]
+    if args.set_dtype:
+        command += ["--dtype", args.set_dtype]
+    return subprocess.run(command, check=False).returncode
+
+
+async def _here(start: Any, out: Path) -> int:
+    from server.vllm_engine import open_engine
+
+    began = time.monotonic()
+    engine = await open_engine(start)
+    try:
+        ranks = await engine.check_long()
+        report = {
+            "device": start.device,
+            "fingerprint": engine.fingerprint,
+            "seconds": round(time.monotonic() - began, 1),
+            "ranks": ranks,
+        }
+    finally:
+        await engine.close()
+    out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return summary(ranks, out)
+
+
+def summary(ranks: list[dict[str, list[dict[str, Any]]]], out: Path) -> int:
+    """One line per op on stdout; 0 if every case of every rank held, else 3."""
+    held = True
+    for rank, ops in enumerate(ranks):
+        for op, cases in ops.items():
+            wrong = [case for case in cases if not case["ok"]]
+            held = held and not wrong
+            verdict = f"{len(cases)} cases equal" if not wrong else wrong[0]["message"]
+            sys.stdout.write(f"rank {rank}  {op}: {verdict}\n")
+    sys.stdout.write(f"{'all equal' if held else 'NOT EQUAL'}; report: {out}\n")
+    return 0 if held else 3

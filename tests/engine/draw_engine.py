@@ -2,9 +2,9 @@
 
     python -m tests.engine.draw_engine ours|sync|stock|chunked FOLDER
 
-ours: every op is ours, asynchronous scheduling. sync: the same without it. stock: the same as ours
-with vLLM's own sampler put back, so that what differs is the sampler; nothing is prefilled in
-chunks there, because that engine would die. chunked: stock, and one long seeded prompt.
+ours: every op is ours, asynchronous scheduling. sync: without that, and with a prefix cache. stock:
+as ours with vLLM's own sampler put back, so that what differs is the sampler; nothing is prefilled
+in chunks there, because that engine would die. chunked: stock, and one long seeded prompt.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Cases:
             max_num_batched_tokens=2048 if mode == "stock" else 64, max_num_seqs=16,
             max_model_len=256, block_size=16, num_gpu_blocks_override=40,
             async_scheduling=mode != "sync",
-            enable_prefix_caching=False, disable_log_stats=False,
+            enable_prefix_caching=mode == "sync", disable_log_stats=False,
         )  # fmt: skip
         self.mode = mode
 
@@ -213,6 +213,20 @@ class Cases:
             )
         return found  # fmt: skip
 
+    def named_logprobs(self) -> list[Any]:
+        """Logprobs of tokens asked for by id, alone and beside one who asks for the best three."""
+        asked = (prompt(21, 3), {"seed": 13, "logprob_token_ids": [5, 6, 7], "max_tokens": 5})
+        beside = (prompt(9, 1), {"seed": 1, "logprobs": 3, "max_tokens": 5})
+        found = []
+        for pairs in ((asked,), (asked, beside), (beside,), (beside, asked)):
+            prompts, fields = zip(*pairs, strict=True)
+            outs = self.llm.generate(
+                list(prompts), [self.params(**f) for f in fields], use_tqdm=False
+            )
+            steps = outs[0].outputs[0].logprobs
+            found.append([sorted((t, p.logprob) for t, p in d.items()) for d in steps])
+        return found
+
     def refused(self) -> str:
         try:
             self.ask((prompt(5), {"extra_args": {"samebits": {"seed": 2**63}}}))
@@ -231,9 +245,13 @@ class Cases:
 
 NAMES = (
     "together", "crowded", "preemptions", "choices", "continued", "unseeded", "greedy_seeds",
-    "different_seeds", "small_temperatures", "recycled", "logprobs", "refused", "chunked_seed",
+    "different_seeds", "small_temperatures", "recycled", "logprobs", "named_logprobs",
+    "refused", "chunked_seed",
 )  # fmt: skip
-WITHOUT = {"stock": ("continued", "refused", "chunked_seed"), "chunked": NAMES[:-1]}
+WITHOUT = {
+    "stock": ("continued", "named_logprobs", "refused", "chunked_seed"),
+    "chunked": NAMES[:-1],
+}
 
 
 def main(mode: str, folder: str) -> None:

@@ -17,6 +17,54 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 
+# The tiny model's answers to two probes. They change only if the draw or the kernels change.
+GOLDEN = {
+    "plain": [
+        279,
+        422,
+        163,
+        58,
+        125,
+        56,
+        492,
+        56,
+        276,
+        312,
+        233,
+        67,
+        326,
+        326,
+        70,
+        326,
+        421,
+        70,
+        41,
+        70,
+    ],
+    "all three": [
+        30,
+        27,
+        283,
+        408,
+        408,
+        492,
+        152,
+        67,
+        408,
+        116,
+        53,
+        283,
+        152,
+        116,
+        152,
+        273,
+        457,
+        276,
+        286,
+        259,
+    ],
+}
+
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Any:
@@ -49,10 +97,21 @@ def test_neighbours_chunks_and_preemption(engine: Any, mode: str) -> None:
     assert len({tuple(t) for t in found["alone"]}) == len(found["alone"])
 
 
-def test_scheduling_does_not_matter(engine: Any) -> None:
+def test_neither_scheduling_nor_prefix_cache_matters(engine: Any) -> None:
     one, two = engine("ours"), engine("sync")
-    for name in set(one) - {"unseeded"}:
+    for name in set(one) - {"unseeded", "preemptions"}:
         assert one[name] == two[name], name
+
+
+def test_golden_tokens(engine: Any) -> None:
+    from ops.kernels.cpu import load
+    from tests.engine.draw_engine import PROBES
+
+    if not load().name.startswith("native"):
+        pytest.skip("the golden tokens are the compiled kernels'")
+    alone = dict(zip(PROBES, engine("ours")["alone"], strict=True))
+    for name, tokens in GOLDEN.items():
+        assert alone[name] == tokens, name
 
 
 def test_choices(engine: Any) -> None:
@@ -95,6 +154,14 @@ def test_a_recycled_row_forgets_its_last_owner(engine: Any) -> None:
 
 def test_logprobs_do_not_depend_on_k_or_neighbours(engine: Any) -> None:
     assert len({tuple(v) for v in engine("ours")["logprobs"]}) == 1
+
+
+def test_logprobs_by_name_and_by_number_share_a_batch(engine: Any) -> None:
+    by_name, beside, by_number, turned = engine("ours")["named_logprobs"]
+    assert by_name == beside
+    assert by_number == turned
+    assert all({5, 6, 7} <= {t for t, _ in step} for step in by_name)
+    assert all(len(step) in (3, 4) for step in by_number)
 
 
 def test_a_seed_outside_int64_is_refused_at_the_door(engine: Any) -> None:

@@ -71,7 +71,7 @@ def first_row_that_moves(op, x: Tensor, rows: list[int] = ROWS) -> str | None:
     return None
 
 
-# -- linear ---------------------------------------------------------------------------------------------------------
+# -- linear ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_linear_rows_do_not_move(kernels, each_isa, shape, dtype):
@@ -194,7 +194,7 @@ def test_the_row_check_sees_stock_and_planted_faults(kernels):
     assert first_row_that_moves(split_k_when_few, x) == "1 rows from row 0"
 
 
-# -- rows -----------------------------------------------------------------------------------------------------------
+# -- rows ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [576, 64, 80, 13, 1003])
 def test_row_operations(kernels, each_isa, width, dtype):
@@ -312,7 +312,7 @@ def test_rotary(kernels, each_isa, head, part, neox, dtype):
     assert ((got - want).abs() <= EPS[dtype] * want.abs() * 1.01 + 1e-6).all()
 
 
-# -- mixture of experts ---------------------------------------------------------------------------------------------
+# -- mixture of experts ----------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_moe(kernels, each_isa, dtype):
     experts, slots, h, mid, m = 8, 3, 80, 48, 65
@@ -348,7 +348,7 @@ def test_moe(kernels, each_isa, dtype):
     assert ((op(kernels, both).double() - want).abs() <= EPS[dtype] * (want.abs() + 4) + 1e-6).all()
 
 
-# -- attention ------------------------------------------------------------------------------------------------------
+# -- attention -------------------------------------------------------------------------------------
 def sequences(kernels, lens, hq, hk, d, block, dtype):
     """Paged sequences in shuffled blocks of a cache that is NaN wherever nothing was written."""
     gen = torch.Generator().manual_seed(11)
@@ -498,7 +498,81 @@ def test_slots_that_are_negative_are_skipped(kernels):
     assert int((cache != 0).sum()) == 32
 
 
-# -- building -------------------------------------------------------------------------------------------------------
+# -- a whole layer ---------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("style", ["llama", "qwen3", "qwen2", "plain"])
+def test_decoder_layer_equals_its_steps(kernels, each_isa, style, dtype):
+    h, hq, hk, d, mid, block, lens, news = 96, 6, 2, 32, 80, 16, [40, 3, 300], [40, 1, 7]
+    gated = style != "plain"
+    wide = (hq + 2 * hk) * d
+    sizes = ((wide, h), (h, hq * d), (2 * mid if gated else mid, h), (h, mid))
+    qkv, o, up, down = (kernels.pack_weight(rand(*s, dtype=dtype, std=0.1)) for s in sizes)
+    norm_in, norm_post = rand(h, dtype=dtype), rand(h, dtype=dtype, seed=1)
+    bias = rand(wide, dtype=dtype) if style == "qwen2" else None
+    q_norm, k_norm = (
+        (rand(d, dtype=dtype, seed=s) for s in (2, 3)) if style == "qwen3" else (None, None)
+    )
+    angles = torch.arange(400.0)[:, None] * (1e4 ** (-torch.arange(0, d, 2) / d))
+    cos_sin = torch.cat([angles.cos(), angles.sin()], -1) if gated else None
+    plan = each_isa.layer_plan(
+        qkv=qkv, o=o, gate_up=up, down=down, input_norm=norm_in, post_norm=norm_post, eps=1e-5, q_heads=hq,
+        kv_heads=hk, head_size=d, scale=d**-0.5, activation="silu", qkv_bias=bias, q_norm=q_norm, k_norm=k_norm,
+        cos_sin_cache=cos_sin, rotary_dim=d,
+    )  # fmt: skip
+    counts = [-(-n // block) for n in lens]
+    table = torch.zeros(3, max(counts), dtype=torch.int32)
+    for i, c in enumerate(counts):
+        table[i, :c] = torch.arange(sum(counts[:i]), sum(counts[: i + 1]))
+    past = rand(sum(counts), hk, block, 2 * d, dtype=dtype)
+    positions = torch.cat([torch.arange(n - m, n) for n, m in zip(lens, news, strict=True)])
+    owner = torch.arange(3).repeat_interleave(torch.tensor(news))
+    slots = table[owner, positions // block].long() * block + positions % block
+    starts, ends = torch.tensor([0, *news]).cumsum(0).int(), torch.tensor(lens, dtype=torch.int32)
+    x, res = rand(len(positions), h, dtype=dtype), rand(len(positions), h, dtype=dtype, seed=1)
+
+    def steps(k, hidden, residual, cache):
+        if residual is None:
+            y, residual = k.rms_norm(hidden, norm_in, 1e-5), hidden
+        else:
+            y, residual = k.fused_add_rms_norm(hidden, residual, norm_in, 1e-5)
+        q, key, value = k.linear(y, qkv, bias).split([hq * d, hk * d, hk * d], -1)
+        if q_norm is not None:
+            q = k.rms_norm(q.view(-1, hq, d), q_norm, 1e-5).view(-1, hq * d)
+            key = k.rms_norm(key.view(-1, hk, d), k_norm, 1e-5).view(-1, hk * d)
+        if cos_sin is not None:
+            k.rotary(positions, q, key, cos_sin, d, d)
+        k.reshape_and_cache(key.view(-1, hk, d), value.view(-1, hk, d), cache, slots)
+        seen = k.attention(q.view(-1, hq, d), cache, table, starts, ends, d**-0.5)
+        y, residual = k.fused_add_rms_norm(k.linear(seen.flatten(1), o), residual, norm_post, 1e-5)
+        y = k.linear(y, up)
+        return k.linear(k.act_and_mul(y, "silu") if gated else k.act(y, "silu"), down), residual
+
+    for residual in (None, res):
+        cache, other = past.clone(), past.clone()
+        got = each_isa.decoder_layer(
+            plan, x, residual, positions, cache, table, starts, ends, slots
+        )
+        want = steps(kernels, x, residual, other)
+        assert all(same(a, b) for a, b in zip(got, want, strict=True))
+        assert same(cache, other)
+        padded = torch.cat([x, rand(5, h, dtype=dtype, seed=8)])
+        more = torch.cat([positions, torch.zeros(5, dtype=torch.int64)])
+        extra = None if residual is None else torch.cat([residual, rand(5, h, dtype=dtype)])
+        wider = each_isa.decoder_layer(plan, padded, extra, more, cache, table, starts, ends, slots)
+        assert all(same(a[: len(x)], b) for a, b in zip(wider, want, strict=True))
+
+
+def test_layer_plan_refuses_what_does_not_fit(kernels):
+    p = kernels.pack_weight(rand(96, 32))
+    norm = torch.ones(32)
+    with pytest.raises(ValueError, match="layer_plan: qkv"):
+        kernels.layer_plan(
+            qkv=p, o=p, gate_up=p, down=p, input_norm=norm, post_norm=norm, eps=1e-5, q_heads=2, kv_heads=2,
+            head_size=32, scale=1.0, activation="silu",
+        )  # fmt: skip
+
+
+# -- building --------------------------------------------------------------------------------------
 def test_no_compiler_means_the_fallback_with_a_reason(monkeypatch):
     monkeypatch.setattr(build.shutil, "which", lambda name: None)
     load.cache_clear()

@@ -4,9 +4,10 @@
 // tiles of sixteen, each [D][16] (a vector is one dimension of sixteen keys), then the values as [block_size][D].
 //
 // Order, for one query head at position p with keys lo..p (lo > 0 under a sliding window), all in fp32:
-//   score  = (sum over d ascending, one FMA each) * scale; then cap * tanh(score / cap); then + slope * (key - p)
-//   blocks of 64 keys at multiples of 64: top = max(old top, block's max); w = exp(score - top);
-//          sums and accumulators are scaled by exp(old top - top); lane i of sixteen sums the weights of keys
+//   score  = (sum over d ascending, one FMA each) * (scale * log2 e); with a cap or slopes instead:
+//          * scale; then cap * tanh(score / cap); then + slope * (key - p); then * log2 e
+//   blocks of 64 keys at multiples of 64: top = max(old top, block's max); w = 2^(score - top);
+//          sums and accumulators are scaled by 2^(old top - top); lane i of sixteen sums the weights of keys
 //          i, i+16, i+32, i+48; each output dimension takes the block's valid keys ascending, one FMA each
 //   splits of 256 keys at multiples of 256: each starts afresh; they are merged in ascending order, a sink last
 // So the bits depend on p, the window, and the keys: not on the prompt's chunks, the neighbours or the cache blocks.
@@ -53,13 +54,15 @@ template <class T> SB_INLINE const typename T::S* cache_at(const Attention& a, c
 template <class T>
 static void scores(const Attention& a, const Work& w, const float* q, int64_t key0, int t0, int t1, int r0, int r1, float* s) {
   for (int t = t0; t < t1;) {
-    const int n = t1 - t >= WIDE ? WIDE : 1;
-    const typename T::S* b[THIN];
+    const int64_t ahead = a.causal ? (key0 + t * LANES - w.pos0) * w.group : 0;  // rows before see nothing of tile t
+    const int from = ahead > r0 ? (int)ahead : r0;
+    const int most = panels_for(r1 - from < MAX_ROWS ? r1 - from : MAX_ROWS), n = panels_now(t1 - t, most);
+    const typename T::S* b[MAX_PANELS];
     for (int i = 0; i < n; i++) {
       const int64_t key = key0 + (t + i) * LANES;
       b[i] = cache_at<T>(a, w, key) + key % a.block_size * a.d;
     }
-    for (int r = r0; r < r1;) {
+    for (int r = from; r < r1;) {
       const int rows = r1 - r < MAX_ROWS ? r1 - r : MAX_ROWS;
       micro_of<T>(rows, n)(q + r * a.d, a.d, b, LANES, a.d, s + r * KEY_BLOCK + t * LANES, KEY_BLOCK, true);
       r += rows;
@@ -68,33 +71,39 @@ static void scores(const Attention& a, const Work& w, const float* q, int64_t ke
   }
 }
 
-// One row's scores of keys [lo, hi) of the block become weights in place; 0 elsewhere in the tiles touched.
-// Updates top and the lane sums; returns the factor for the accumulators.
+// One row's scores of keys [lo, hi) of the block become weights in place. Updates top and the lane sums; returns the
+// factor for the accumulators. Weights outside [lo, hi) are 2^-126 in the lane sums and are never multiplied.
 SB_INLINE float weigh(const Attention& a, int64_t q_head, int64_t key0, int64_t p, int lo, int hi, float* s, float* top,
                       float* lane_sums) {
   static const float iota[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const int t0 = lo / LANES, t1 = (hi + LANES - 1) / LANES;
-  V16 m = vset1(-INFINITY);
-  for (int t = t0; t < t1; t++) {
-    V16 v = vmul(vload(s + t * LANES), vset1(a.scale));
-    if (a.softcap > 0.f) v = vmul(vtanh(vdiv(v, vset1(a.softcap))), vset1(a.softcap));
+  const bool plain = !(a.softcap > 0.f) && !a.slopes;
+  const V16 by = vset1(plain ? a.scale * LOG2E : a.scale);
+  V16 m = vset1(-INFINITY), v[TILES];
+  SB_UNROLL for (int t = 0; t < TILES; t++) {
+    if (t < t0 || t >= t1) continue;
+    v[t] = vmul(vload(s + t * LANES), by);
     const V16 lane = vadd(vload(iota), vset1((float)(t * LANES)));
-    if (a.slopes) v = vfma(vset1(a.slopes[q_head]), vadd(lane, vset1((float)(key0 - p))), v);
-    if (t * LANES < lo) v = vselect_lt(lane, vset1((float)lo), vset1(-INFINITY), v);
-    if ((t + 1) * LANES > hi) v = vselect_lt(lane, vset1((float)hi), v, vset1(-INFINITY));
-    m = vmax(m, v);
-    vstore(s + t * LANES, v);
+    if (!plain) {
+      if (a.softcap > 0.f) v[t] = vmul(vtanh(vdiv(v[t], vset1(a.softcap))), vset1(a.softcap));
+      if (a.slopes) v[t] = vfma(vset1(a.slopes[q_head]), vadd(lane, vset1((float)(key0 - p))), v[t]);
+      v[t] = vmul(v[t], vset1(LOG2E));
+    }
+    if (t * LANES < lo) v[t] = vselect_lt(lane, vset1((float)lo), vset1(-INFINITY), v[t]);
+    if ((t + 1) * LANES > hi) v[t] = vselect_lt(lane, vset1((float)hi), v[t], vset1(-INFINITY));
+    m = vmax(m, v[t]);
   }
   const float block_top = hmax(m);
   const float now = *top > block_top ? *top : block_top;
   float factor[LANES] = {1.f};
   V16 sum = vload(lane_sums);
-  if (now != *top) {  // exp(0) is exactly 1 and needs no work
-    vstore(factor, vexp(vset1(*top - now)));
+  if (now != *top) {  // 2^0 is exactly 1 and needs no work
+    vstore(factor, vexp2_down(vset1(*top - now)));
     sum = vmul(sum, vset1(factor[0]));
   }
-  for (int t = t0; t < t1; t++) {
-    const V16 e = vexp(vsub(vload(s + t * LANES), vset1(now)));
+  SB_UNROLL for (int t = 0; t < TILES; t++) {
+    if (t < t0 || t >= t1) continue;
+    const V16 e = vexp2_down(vsub(v[t], vset1(now)));
     sum = vadd(sum, e);
     vstore(s + t * LANES, e);
   }
@@ -110,10 +119,10 @@ static void add_values(const Attention& a, const Work& w, int64_t key0, int lo, 
     const int64_t key = key0 + j, inside = key % a.block_size;
     const int n = (int)(hi - j < a.block_size - inside ? hi - j : a.block_size - inside);
     const typename T::S* v = cache_at<T>(a, w, key) + a.block_size * a.d + inside * a.d;
-    const int step = rows <= 2 ? THIN : WIDE, panels = (int)(a.d / LANES);
+    const int most = panels_for(rows), panels = (int)(a.d / LANES);
     for (int c = 0; c < panels;) {
-      const int np = panels - c >= step ? step : 1;
-      const typename T::S* b[THIN];
+      const int np = panels_now(panels - c, most);
+      const typename T::S* b[MAX_PANELS];
       for (int i = 0; i < np; i++) b[i] = v + (c + i) * LANES;
       micro_of<T>(rows, np)(s + r * KEY_BLOCK + j, KEY_BLOCK, b, a.d, n, acc + r * a.d + c * LANES, a.d, false);
       c += np;
@@ -173,8 +182,8 @@ SB_INLINE void merge_row(float* top, float* sum, float* acc, float part_top, flo
   if (part_top == -INFINITY && part_sum == 0.f) return;
   const float now = *top > part_top ? *top : part_top;
   float old_f[LANES], part_f[LANES];
-  vstore(old_f, vexp(vset1(*top - now)));
-  vstore(part_f, vexp(vset1(part_top - now)));
+  vstore(old_f, vexp2_down(vset1(*top - now)));
+  vstore(part_f, vexp2_down(vset1(part_top - now)));
   *sum = fmaf(part_sum, part_f[0], *sum * old_f[0]);
   for (int64_t i = 0; i < d; i += LANES)
     vstore(acc + i, vfma(vload(part + i), vset1(part_f[0]), vmul(vload(acc + i), vset1(old_f[0]))));

@@ -17,10 +17,10 @@ template <class T> static void store_row(const Attention& a, const Work& w, int 
   float factor[LANES];
   factor[0] = 1.f;
   if (a.sinks) {
-    const float sink = a.sinks[q_head], now = top > sink ? top : sink;
+    const float sink = a.sinks[q_head] * LOG2E, now = top > sink ? top : sink;
     float e[LANES];
-    vstore(factor, vexp(vset1(top - now)));
-    vstore(e, vexp(vset1(sink - now)));
+    vstore(factor, vexp2_down(vset1(top - now)));
+    vstore(e, vexp2_down(vset1(sink - now)));
     sum = fmaf(sum, factor[0], e[0]);
   }
   const V16 by = vset1(factor[0] / sum);

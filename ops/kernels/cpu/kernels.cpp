@@ -1,9 +1,7 @@
 // The C interface of the CPU kernels. Plain pointers and sizes; the Python side checks shapes and types.
 // Strides count elements. Type codes are enum Dtype, activations enum Act.
 #include "draw.h"
-#include "attention_run.h"
-#include "linear.h"
-#include "moe.h"
+#include "layer.h"
 #include "pack.h"
 #include "rows.h"
 
@@ -28,18 +26,11 @@ API void sb_linear(const Weight* w, const void* x, int dt, int64_t ldx, int64_t 
 
 API void sb_rms_norm(const void* x, int dt, int64_t m, int64_t h, int64_t inner, int64_t outer_stride,
                      int64_t inner_stride, const void* w, int wdt, float offset, float eps, void* y) {
-  const Rows in = {(void*)x, dt, inner, outer_stride, inner_stride};
-  SB_DISPATCH(dt, T, SB_DISPATCH(wdt, TW, for_rows(m, h, [&](int64_t i) {
-    rms_row<T, TW>(row_at<T>(in, i), nullptr, nullptr, (const typename TW::S*)w, offset, eps, h, (typename T::S*)y + i * h);
-  })));
+  norm_rows({(void*)x, dt, inner, outer_stride, inner_stride}, m, h, w, wdt, offset, eps, y, 1, h, 0);
 }
 API void sb_add_rms_norm(const void* x, const void* res, int dt, int64_t m, int64_t h, int64_t ldx, int64_t ldr,
                          const void* w, int wdt, float offset, float eps, void* y, void* new_res) {
-  SB_DISPATCH(dt, T, SB_DISPATCH(wdt, TW, for_rows(m, h, [&](int64_t i) {
-    typedef typename T::S S;
-    rms_row<T, TW>((const S*)x + i * ldx, (const S*)res + i * ldr, (S*)new_res + i * h, (const typename TW::S*)w, offset,
-                   eps, h, (S*)y + i * h);
-  })));
+  add_norm_rows(x, res, dt, m, h, ldx, ldr, w, wdt, offset, eps, y, new_res);
 }
 API void sb_layer_norm(const void* x, int dt, int64_t m, int64_t h, int64_t ldx, const void* w, const void* b, int wdt,
                        float eps, void* y) {
@@ -60,42 +51,18 @@ API void sb_sum(const void* x, int dt, int64_t m, int64_t h, int64_t ldx, float 
   }));
 }
 API void sb_act(const void* x, int dt, int64_t m, int64_t h, int64_t ldx, int kind, int gated, void* y) {
-  SB_DISPATCH(dt, T, for_rows(m, 4 * h, [&](int64_t i) {
-    act_row<T>((const typename T::S*)x + i * ldx, h, kind, gated != 0, (typename T::S*)y + i * h);
-  }));
+  act_rows(x, dt, m, h, ldx, kind, gated, y);
 }
 API void sb_rotary(const int64_t* positions, int64_t m, void* q, int64_t ldq, int64_t q_heads, void* k, int64_t ldk,
                    int64_t k_heads, int dt, const void* cache, int cache_dt, int64_t head_size, int64_t rotary_dim,
                    int neox) {
-  const int64_t half = rotary_dim / 2;
-  SB_DISPATCH(dt, T, for_rows(m, (q_heads + k_heads) * rotary_dim, [&](int64_t i) {
-    typedef typename T::S S;
-    float* cs = scratch<3>((size_t)rotary_dim + 2 * LANES);
-    const int64_t at = positions[i] * rotary_dim;
-    SB_DISPATCH(cache_dt, TC, {
-      for (int64_t j = 0; j < rotary_dim; j += LANES)
-        store_n<TF32>(cs + j, load_n<TC>((const typename TC::S*)cache + at + j, left(rotary_dim, j)), left(rotary_dim, j));
-    });
-    for (int64_t h = 0; h < q_heads; h++) rotate_head<T>((S*)q + i * ldq + h * head_size, cs, cs + half, half, neox != 0);
-    for (int64_t h = 0; h < k_heads; h++) rotate_head<T>((S*)k + i * ldk + h * head_size, cs, cs + half, half, neox != 0);
-  }));
+  rotate_rows(positions, m, q, ldq, q_heads, k, ldk, k_heads, dt, cache, cache_dt, head_size, rotary_dim, neox);
 }
-
 API void sb_cache_write(const void* key, const void* value, int dt, int64_t ldk, int64_t ldv, void* cache,
                         int64_t block_stride, int64_t head_stride, const int64_t* slots, int64_t tokens, int64_t heads,
                         int64_t d, int64_t block_size) {
-  parallel(threads_for(tokens * heads * d, 1 << 15), [&](int t, int team) {
-    const Range r = share(tokens, 1, t, team);
-    const size_t bytes = dtype_bytes(dt);
-    const char* k = (const char*)key + (size_t)(r.begin * ldk) * bytes;
-    const char* v = (const char*)value + (size_t)(r.begin * ldv) * bytes;
-    if (bytes == 4)
-      cache_write((const uint32_t*)k, (const uint32_t*)v, ldk, ldv, (uint32_t*)cache, block_stride, head_stride,
-                  slots + r.begin, r.end - r.begin, heads, d, block_size);
-    else
-      cache_write((const uint16_t*)k, (const uint16_t*)v, ldk, ldv, (uint16_t*)cache, block_stride, head_stride,
-                  slots + r.begin, r.end - r.begin, heads, d, block_size);
-  });
+  write_cache(key, value, dt, ldk, ldv, cache, block_stride, head_stride, slots, tokens, heads, d, block_size);
 }
+API void sb_layer(const Layer* l, const Step* s) { layer_run(*l, *s); }
 API void sb_moe(const Moe* a) { moe_run(*a); }
 API void sb_attention(const Attention* a) { attention_run(*a); }

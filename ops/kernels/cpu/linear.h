@@ -9,14 +9,21 @@
 #pragma once
 #include "pool.h"
 
+// A tile is `rows` x `panels` accumulators. It changes speed only: each accumulator's own order is always the same.
 #if SB_AVX512
-constexpr int MAX_ROWS = 12, WIDE = 2;  // 24 accumulators of 32 registers
+constexpr int MAX_ROWS = 12;
+constexpr int panels_for(int rows) { return rows <= 4 ? 4 : 2; }  // 24 accumulators at most, of 32 registers
 #elif SB_AVX2
-constexpr int MAX_ROWS = 6, WIDE = 1;   // 12 accumulators of 16 registers
+constexpr int MAX_ROWS = 6;
+constexpr int panels_for(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }  // 12 pairs of 16 registers at most
 #else
-constexpr int MAX_ROWS = 6, WIDE = 1;   // 24 accumulators of 32 registers
+constexpr int MAX_ROWS = 6;
+constexpr int panels_for(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }  // 24 of 32 registers at most
 #endif
-constexpr int THIN = 4;                 // panels side by side for one or two rows, to hide the latency of an FMA
+constexpr int MAX_PANELS = 4;
+SB_INLINE int panels_now(int64_t remaining, int most) {
+  return remaining >= 4 && most >= 4 ? 4 : remaining >= 2 && most >= 2 ? 2 : 1;
+}
 
 // c[r][p*16..] (+)= sum over k of a[r][k] * b[p][k*ldb..]; `first` starts at +0, else at what c holds.
 template <int R, int P, class T>
@@ -31,7 +38,7 @@ static inline void micro(const float* a, int64_t lda, const typename T::S* const
     V16 w[P];
     SB_UNROLL for (int p = 0; p < P; p++) {
       w[p] = T::ld(bp[p]);
-      if (R <= 2) __builtin_prefetch((const char*)bp[p] + 1024);
+      if (R <= 4) __builtin_prefetch((const char*)bp[p] + 512);
       bp[p] += ldb;
     }
     SB_UNROLL for (int r = 0; r < R; r++) {
@@ -46,30 +53,28 @@ static inline void micro(const float* a, int64_t lda, const typename T::S* const
 template <class T>
 using MicroFn = void (*)(const float*, int64_t, const typename T::S* const*, int64_t, int64_t, float*, int64_t, bool);
 
-template <int P, class T> static MicroFn<T> micro_for(int rows) {
-  switch (rows) {
-    case 1: return micro<1, P, T>;
-    case 2: return micro<2, P, T>;
-    case 3: return micro<3, P, T>;
-    case 4: return micro<4, P, T>;
-    case 5: return micro<5, P, T>;
-    case 6: return micro<6, P, T>;
-#if SB_AVX512
-    case 7: return micro<7, P, T>;
-    case 8: return micro<8, P, T>;
-    case 9: return micro<9, P, T>;
-    case 10: return micro<10, P, T>;
-    case 11: return micro<11, P, T>;
-    case 12: return micro<12, P, T>;
-#endif
-  }
-  abort();
+template <int R, class T> static MicroFn<T> micro_wide(int panels) {
+  if (panels == 4 && panels_for(R) >= 4) return micro<R, panels_for(R) >= 4 ? 4 : 1, T>;
+  if (panels == 2 && panels_for(R) >= 2) return micro<R, panels_for(R) >= 2 ? 2 : 1, T>;
+  return micro<R, 1, T>;
 }
 template <class T> static MicroFn<T> micro_of(int rows, int panels) {
-  if (panels == 1) return micro_for<1, T>(rows);
-  if (panels == 2 && WIDE == 2) return micro_for<WIDE, T>(rows);
-  if (panels == THIN && rows == 1) return micro<1, THIN, T>;
-  if (panels == THIN && rows == 2) return micro<2, THIN, T>;
+  switch (rows) {
+    case 1: return micro_wide<1, T>(panels);
+    case 2: return micro_wide<2, T>(panels);
+    case 3: return micro_wide<3, T>(panels);
+    case 4: return micro_wide<4, T>(panels);
+    case 5: return micro_wide<5, T>(panels);
+    case 6: return micro_wide<6, T>(panels);
+#if SB_AVX512
+    case 7: return micro_wide<7, T>(panels);
+    case 8: return micro_wide<8, T>(panels);
+    case 9: return micro_wide<9, T>(panels);
+    case 10: return micro_wide<10, T>(panels);
+    case 11: return micro_wide<11, T>(panels);
+    case 12: return micro_wide<12, T>(panels);
+#endif
+  }
   abort();
 }
 
@@ -116,15 +121,17 @@ template <class T> static void linear_part(const Linear& l, int64_t m0, int64_t 
     SB_DISPATCH(l.xdt, TX, rows_to_f32<TX>((const typename TX::S*)l.x + m0 * l.ldx, l.ldx, m, k, t, lda));
     a = t;
   }
-  const int step = m <= 2 ? THIN : WIDE;
   const int64_t blocks = (m + MAX_ROWS - 1) / MAX_ROWS;
   const int64_t k_block = blocks == 1 ? k : (sizeof(S) == 4 ? 512 : 1024);
-  const int64_t ldc = step * LANES;
+  // One or two rows of a large weight wait for memory: one panel after the other is one stream to prefetch.
+  const bool streaming = m <= 2 && l.n * k * (int64_t)sizeof(S) > 1 << 19;
+  const int most = streaming ? 1 : panels_for((int)((m + blocks - 1) / blocks));
+  const int64_t ldc = MAX_PANELS * LANES;
   float* c = scratch<1>((size_t)(m * ldc));
   const int64_t full = l.n / LANES;  // the panel after these, if any, is the narrow one
   for (int64_t p = p0; p < p1;) {
     int panels = (int)(full - p < p1 - p ? full - p : p1 - p);
-    panels = panels >= step ? step : (panels >= 1 ? 1 : 0);
+    if (panels > 0) panels = panels_now(panels, most);
     const S* base = (const S*)l.w + p * LANES * k;
     int cols = panels * LANES;
     if (!panels) {  // unfold the narrow panel
@@ -139,7 +146,7 @@ template <class T> static void linear_part(const Linear& l, int64_t m0, int64_t 
     }
     for (int64_t k0 = 0; k0 < k || k0 == 0; k0 += k_block) {
       const int64_t kl = k - k0 < k_block ? k - k0 : k_block;
-      const S* b[THIN];
+      const S* b[MAX_PANELS];
       for (int i = 0; i < panels; i++) b[i] = base + (i * k + k0) * LANES;
       for (int64_t q = 0, r = 0; q < blocks; q++) {  // rows in blocks of nearly equal height
         int rows = (int)(m * (q + 1) / blocks - r);

@@ -35,6 +35,14 @@ ACTS = {
     "none": 8,
 }
 
+# The numbers that fix an order of accumulation, for the fingerprint. The same on every instruction set.
+TILES: dict[str, dict[str, int | str]] = {
+    "linear": {"k": "ascending", "step": "fma", "split_k": 1},
+    "moe": {"k": "ascending", "step": "fma", "split_k": 1, "slots": "ascending"},
+    "attention": {"keys_per_block": 64, "keys_per_split": 256, "lanes": 16},
+    "rows": {"lanes": 16, "tree": "8-4-2-1"},
+}
+
 _P, _L, _I, _F = c_void_p, c_int64, c_int, c_float
 _SIGNATURES: dict[str, list[Any]] = {
     "sb_runtime": [_P, _P, _P, _I],
@@ -51,6 +59,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "sb_cache_write": [_P, _P, _I, _L, _L, _P, _L, _L, _P, _L, _L, _L, _L],
     "sb_attention": [ctypes.c_char_p],
     "sb_moe": [ctypes.c_char_p],
+    "sb_layer": [ctypes.c_char_p, ctypes.c_char_p],
     "sb_rotary": [_P, _L, _P, _L, _L, _P, _L, _L, _I, _P, _I, _L, _L, _I],
 }
 
@@ -62,6 +71,8 @@ class _Weight(ctypes.Structure):
 # The structs of attention.h and moe.h, field by field in native layout: packing bytes costs a tenth of a ctypes struct.
 _ATTENTION = struct.Struct("@PqPqqiPqPPqqqqqffqiPPP")
 _MOE = struct.Struct("@PPqPiqqqPPqiiP")
+_LAYER = struct.Struct("@PPPPPPPPPPPPiiffqqqqPiiiiffqPP")
+_STEP = struct.Struct("@PPPPiqqPPqPqqqPqPPq")
 
 
 class Packed:
@@ -87,6 +98,24 @@ class MoeTable(list[Packed]):
         self.address = ctypes.addressof(self._array)
 
 
+class LayerPlan:
+    """What one decoder layer needs besides its input, checked once. Made by `Native.layer_plan`."""
+
+    __slots__ = ("dtype", "head_size", "hidden", "kept", "kv_heads", "packed")
+
+    def __init__(
+        self,
+        packed: bytes,
+        dtype: torch.dtype,
+        hidden: int,
+        kv_heads: int,
+        head_size: int,
+        kept: object,
+    ) -> None:
+        self.packed, self.dtype, self.hidden = packed, dtype, hidden
+        self.kv_heads, self.head_size, self.kept = kv_heads, head_size, kept
+
+
 def _openmp() -> tuple[Any, Any, Any] | None:
     """GOMP_parallel, omp_get_thread_num and omp_get_num_threads of the runtime that torch uses; None if not found."""
     folder = Path(torch.__file__).parent
@@ -106,6 +135,7 @@ class Native:
 
     def __init__(self, library: Path, isa: str, reason: str, threads: int | None = None) -> None:
         self.name, self.reason, self.library = f"native-{isa}", reason, library
+        self.tiles = TILES
         self._c = lib = ctypes.CDLL(str(library))
         if lib.sb_abi() != ABI:
             raise RuntimeError(f"the compiled kernels speak interface {lib.sb_abi()}, not {ABI}")
@@ -118,6 +148,7 @@ class Native:
         lib.sb_runtime(*entries, self.threads)
         self._linear, self._rms, self._add_rms = lib.sb_linear, lib.sb_rms_norm, lib.sb_add_rms_norm
         self._act, self._rotary = lib.sb_act, lib.sb_rotary
+        self._layer = lib.sb_layer
         self._attention, self._cache_write = lib.sb_attention, lib.sb_cache_write
 
     def set_threads(self, threads: int) -> None:
@@ -462,6 +493,119 @@ class Native:
         )  # fmt: skip
         self._attention(call)
         return out
+
+    # -- a whole decoder layer ----------------------------------------------------------------------
+    def layer_plan(
+        self,
+        *,
+        qkv: Packed,
+        o: Packed,
+        gate_up: Packed,
+        down: Packed,
+        input_norm: Tensor,
+        post_norm: Tensor,
+        eps: float,
+        q_heads: int,
+        kv_heads: int,
+        head_size: int,
+        scale: float,
+        activation: str,
+        qkv_bias: Tensor | None = None,
+        o_bias: Tensor | None = None,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        norm_offset: float = 0.0,
+        cos_sin_cache: Tensor | None = None,
+        rotary_dim: int = 0,
+        is_neox: bool = True,
+        window: int = 0,
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> LayerPlan:
+        """Checks and keeps everything about one pre-norm decoder layer (Llama, Qwen2, Qwen3) for `decoder_layer`.
+
+        gate_up: [2I, H] (gated) or [I, H]. q_norm, k_norm: [head_size], both or none. The tensors must stay alive and
+        in place; the plan holds references. Raises `ValueError` on shapes or dtypes that do not fit together.
+        """
+        hidden, mid = qkv.k, down.k
+        biases = [qkv_bias, o_bias, gate_up_bias, down_bias]
+        norms = [input_norm, post_norm, q_norm, k_norm]
+        shapes = {
+            "qkv": (qkv.n, (q_heads + 2 * kv_heads) * head_size),
+            "o": ((o.n, o.k), (hidden, q_heads * head_size)),
+            "gate_up": ((gate_up.n in (mid, 2 * mid), gate_up.k), (True, hidden)),
+            "down": (down.n, hidden),
+            "norms": ((q_norm is None), (k_norm is None)),
+            "bias dtypes": (len({b.dtype for b in biases if b is not None}) <= 1, True),
+            "norm dtypes": (len({w.dtype for w in norms if w is not None}), 1),
+        }
+        for name, (got, wanted) in shapes.items():
+            if got != wanted:
+                raise ValueError(f"layer_plan: {name}: {got}, wanted {wanted}")
+        slopes = None if alibi_slopes is None else alibi_slopes.float().contiguous()
+        sinks = None if sinks is None else sinks.float().contiguous()
+        tensors = [*biases, *norms, cos_sin_cache, slopes, sinks]
+        if any(t is not None and not t.is_contiguous() for t in tensors):
+            raise ValueError("layer_plan: every tensor must be contiguous")
+        bias_dt = next((DTYPES[b.dtype] for b in biases if b is not None), 0)
+        packed = _LAYER.pack(
+            qkv.address, o.address, gate_up.address, down.address, *(_ptr(t) or 0 for t in biases + norms), bias_dt,
+            DTYPES[input_norm.dtype], eps, norm_offset, q_heads, kv_heads, head_size, rotary_dim, _ptr(cos_sin_cache) or 0,
+            0 if cos_sin_cache is None else DTYPES[cos_sin_cache.dtype], int(is_neox), ACTS[activation],
+            int(gate_up.n == 2 * mid), scale, softcap, window, _ptr(slopes) or 0, _ptr(sinks) or 0,
+        )  # fmt: skip
+        return LayerPlan(
+            packed, qkv.dtype, hidden, kv_heads, head_size, (qkv, o, gate_up, down, tensors)
+        )
+
+    def decoder_layer(
+        self,
+        plan: LayerPlan,
+        hidden: Tensor,
+        residual: Tensor | None,
+        positions: Tensor,
+        kv_cache: Tensor,
+        block_table: Tensor,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        slot_mapping: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """hidden[M, H], residual[M, H] or None -> (hidden, residual): one call in place of ten, and the same bits.
+
+        Equal to: (add and) rms_norm, linear, rms_norm of heads, rotary, reshape_and_cache, attention, linear, fused add
+        and rms_norm, linear, act_and_mul, linear. Rows beyond slot_mapping's length are padding.
+        """
+        m, h = hidden.shape
+        block_size, d = _cache_shape(kv_cache)
+        fits = hidden.dtype == kv_cache.dtype and h == plan.hidden and d == plan.head_size
+        if not fits or kv_cache.shape[1] != plan.kv_heads or slot_mapping.numel() > m:
+            raise ValueError(
+                f"decoder_layer: {hidden.dtype}{[*hidden.shape]} and cache {[*kv_cache.shape]}"
+            )
+        if not hidden.is_contiguous():
+            hidden = hidden.contiguous()
+        if residual is not None and not residual.is_contiguous():
+            residual = residual.contiguous()
+        out, total = torch.empty_like(hidden), torch.empty_like(hidden)
+        positions = positions if positions.dtype == torch.int64 else positions.to(torch.int64)
+        slots = slot_mapping if slot_mapping.dtype == torch.int64 else slot_mapping.to(torch.int64)
+        block_table, query_start_loc, seq_lens = (
+            _i32(block_table),
+            _i32(query_start_loc),
+            _i32(seq_lens),
+        )
+        step = _STEP.pack(
+            hidden.data_ptr(), 0 if residual is None else residual.data_ptr(), out.data_ptr(), total.data_ptr(),
+            DTYPES[hidden.dtype], m, h, positions.data_ptr(), slots.data_ptr(), slots.numel(), kv_cache.data_ptr(),
+            kv_cache.stride(0), kv_cache.stride(1), block_size, block_table.data_ptr(), block_table.stride(0),
+            query_start_loc.data_ptr(), seq_lens.data_ptr(), seq_lens.numel(),
+        )  # fmt: skip
+        if m:
+            self._layer(plan.packed, step)
+        return out, total
 
 
 def _cache_shape(kv_cache: Tensor) -> tuple[int, int]:

@@ -207,12 +207,18 @@ SB_INLINE float hsum(V16 a) {
     for (int i = 0; i < s; i++) t[i] = t[i] + t[i + s];
   return t[0];
 }
+// The largest lane: any order gives the same number.
 SB_INLINE float hmax(V16 a) {
-  float t[LANES];
-  vstore(t, a);
-  for (int s = 8; s; s >>= 1)
-    for (int i = 0; i < s; i++) t[i] = t[i] > t[i + s] ? t[i] : t[i + s];
-  return t[0];
+#if SB_AVX512
+  return _mm512_reduce_max_ps(a.v);
+#elif SB_AVX2
+  const __m256 m = _mm256_max_ps(a.a, a.b);
+  __m128 t = _mm_max_ps(_mm256_castps256_ps128(m), _mm256_extractf128_ps(m, 1));
+  t = _mm_max_ps(t, _mm_movehl_ps(t, t));
+  return _mm_cvtss_f32(_mm_max_ss(t, _mm_movehdup_ps(t)));
+#else
+  return vmaxvq_f32(vmaxq_f32(vmaxq_f32(a.q[0], a.q[1]), vmaxq_f32(a.q[2], a.q[3])));
+#endif
 }
 
 // Calls f with the element type that a dtype code names.

@@ -70,7 +70,9 @@ async def create_completion(request: Request) -> Response:
     body = await read_body(request, CompletionRequest)
     async with Work.for_request(service, request) as work:
         call = await _prepare(service, engine, body, wants_receipt(request, body))
-        outputs = run(service, engine, call.jobs, call.id, receipt=call.receipt)
+        outputs = run(
+            service, engine, call.jobs, call.id, receipt=call.receipt, whole=not body.stream
+        )
         if not body.stream:
             return json_answer(await _collect(call, outputs), headers=call.seed.headers())
         outputs = await peek(outputs)

@@ -201,11 +201,18 @@ class Engine(Protocol):
         ...
 
     def generate(
-        self, prompt: Prompt, sampling: Sampling, *, request_id: str, priority: int = 0
+        self,
+        prompt: Prompt,
+        sampling: Sampling,
+        *,
+        request_id: str,
+        priority: int = 0,
+        whole: bool = False,
     ) -> AsyncGenerator[Output, None]:
         """Start nothing until iterated; closing the iterator (or cancelling) stops the work in the
         engine.
 
+        `whole`: one output at the end instead of one a step, where that saves work.
         `sampling.max_tokens == 0` scores the prompt: one output with `prompt_logprobs`, no tokens,
         and finish_reason "length". No context manager may be open across a yield that is bound to a
         task (asyncio.timeout, TaskGroup): the first output may be awaited in another task.

@@ -15,20 +15,28 @@ Outputs = AsyncGenerator[tuple[int, Output], None]
 
 
 async def run(
-    service: Service, engine: Engine, jobs: Sequence[Job], request_id: str, *, receipt: bool
+    service: Service,
+    engine: Engine,
+    jobs: Sequence[Job],
+    request_id: str,
+    *,
+    receipt: bool,
+    whole: bool,
 ) -> Outputs:
     """Yield (position in `jobs`, output) as they come. Closing it stops all choices in the engine.
 
     Holds a place in the engine for each choice from the first step to the last. The ids of engine
     requests are made here, from an id of the server's own. `receipt`: the last output of a choice
-    carries one.
+    carries one. `whole`: one output per choice is enough.
     """
     begun = time.perf_counter()
     if service.minter is not None:
         engine = service.minter.over(engine, receipt)
     with service.admission.admit(len(jobs)):
         streams = [
-            engine.generate(job.prompt, job.sampling, request_id=f"{request_id}-{job.index}")
+            engine.generate(
+                job.prompt, job.sampling, request_id=f"{request_id}-{job.index}", whole=whole
+            )
             if wants_engine(job.sampling)
             else _nothing()
             for job in jobs

@@ -224,14 +224,22 @@ class _MintingEngine:
         return getattr(self._engine, name)
 
     async def generate(
-        self, prompt: Prompt, sampling: Sampling, *, request_id: str, priority: int = 0
+        self,
+        prompt: Prompt,
+        sampling: Sampling,
+        *,
+        request_id: str,
+        priority: int = 0,
+        whole: bool = False,
     ) -> AsyncGenerator[Output, None]:
         """As the engine's, with a receipt on the last output. Logprobs are asked for, and hidden
         again if only for us.
         """
         if sampling.max_tokens == 0:  # a prompt scored: nothing was answered, nothing to prove
             async with aclosing(
-                self._engine.generate(prompt, sampling, request_id=request_id, priority=priority)
+                self._engine.generate(
+                    prompt, sampling, request_id=request_id, priority=priority, whole=whole
+                )
             ) as scored:
                 async for output in scored:
                     yield output
@@ -239,7 +247,9 @@ class _MintingEngine:
         hidden = sampling.logprobs is None
         asked = dataclasses.replace(sampling, logprobs=0) if hidden else sampling
         answer = Answer()
-        source = self._engine.generate(prompt, asked, request_id=request_id, priority=priority)
+        source = self._engine.generate(
+            prompt, asked, request_id=request_id, priority=priority, whole=whole
+        )
         async with aclosing(source) as outputs:
             async for output in outputs:
                 answer.add(output)

@@ -19,6 +19,7 @@ from server.vllm_text import TokenText
 
 _log = logging.getLogger("samebits")
 PING_S = 1.0
+INLINE_CHARS = 2000
 
 
 class NotVerified(StartFault):
@@ -73,9 +74,12 @@ class VllmEngine:
         return self._tree
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
-        ids = await asyncio.to_thread(
-            self._tokenizer.encode, text, add_special_tokens=add_special_tokens
-        )
+        if len(text) < INLINE_CHARS:  # a thread costs more than the work
+            ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            ids = await asyncio.to_thread(
+                self._tokenizer.encode, text, add_special_tokens=add_special_tokens
+            )
         return tuple(int(i) for i in ids)
 
     async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
@@ -96,10 +100,20 @@ class VllmEngine:
         return await asyncio.to_thread(self._chat.parse_tools, text, tools, token_ids)
 
     async def generate(
-        self, prompt: Prompt, sampling: Sampling, *, request_id: str, priority: int = 0
+        self,
+        prompt: Prompt,
+        sampling: Sampling,
+        *,
+        request_id: str,
+        priority: int = 0,
+        whole: bool = False,
     ) -> AsyncGenerator[Output, None]:
         translator = Translator(self._text, sampling)
-        queue = await self._add(prompt, sampling, request_id, priority)
+        try:
+            params = sampling_params(sampling, whole=whole)
+        except ValueError as fault:
+            raise InvalidRequest(str(fault)) from fault
+        queue = await self._add(prompt, params, request_id, priority)
         finished = False
         try:
             while not finished:
@@ -115,13 +129,13 @@ class VllmEngine:
                 await self._abort(queue.request_id)
             queue.close()
 
-    async def _add(self, prompt: Prompt, sampling: Sampling, request_id: str, priority: int) -> Any:
+    async def _add(self, prompt: Prompt, params: Any, request_id: str, priority: int) -> Any:
         """Add a request so that leaving meanwhile loses nothing: vLLM would keep it for good."""
         adding = asyncio.ensure_future(
             self._llm.add_request(
                 request_id,
                 {"prompt_token_ids": list(prompt.token_ids)},
-                sampling_params(sampling),
+                params,
                 priority=priority,
             )
         )

@@ -10,8 +10,8 @@ from server.engine import Output, Position, Sampling, TokenLogprob
 from server.vllm_text import TokenText
 
 
-def sampling_params(sampling: Sampling) -> Any:
-    """vLLM's SamplingParams for one choice.
+def sampling_params(sampling: Sampling, *, whole: bool = False) -> Any:
+    """vLLM's SamplingParams for one choice; `whole`: one output, when it is done.
 
     The seed travels in `extra_args`, where our draw reads it; vLLM's own `seed` stays None, so
     that it makes no generator. Scoring a prompt (`max_tokens` 0) asks for one token, which
@@ -44,7 +44,7 @@ def sampling_params(sampling: Sampling) -> Any:
         prompt_logprobs=sampling.prompt_logprobs,
         structured_outputs=_structured(sampling.structured),
         extra_args={"samebits": own},
-        output_kind=RequestOutputKind.DELTA,
+        output_kind=RequestOutputKind.FINAL_ONLY if whole else RequestOutputKind.DELTA,
     )
 
 

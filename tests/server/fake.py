@@ -15,7 +15,7 @@ import hashlib
 import json
 import math
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from server.engine import (
@@ -134,7 +134,13 @@ class FakeEngine:
         return before or None, (ToolCall(call["name"], json.dumps(call["arguments"])),)
 
     async def generate(
-        self, prompt: Prompt, sampling: Sampling, *, request_id: str, priority: int = 0
+        self,
+        prompt: Prompt,
+        sampling: Sampling,
+        *,
+        request_id: str,
+        priority: int = 0,
+        whole: bool = False,
     ) -> AsyncGenerator[Output, None]:
         if self.dead:
             raise EngineDead("the engine is dead")
@@ -145,7 +151,11 @@ class FakeEngine:
         self.peak = max(self.peak, len(self.running))
         try:
             await asyncio.sleep(self.add_delay_s)
-            async for output in self._outputs(prompt, sampling):
+            outputs = self._outputs(prompt, sampling)
+            if whole:
+                yield _joined([output async for output in outputs])
+                return
+            async for output in outputs:
                 yield output
         finally:
             self.running.discard(request_id)
@@ -227,6 +237,21 @@ class FakeEngine:
 
     async def close(self) -> None:
         self.closed = True
+
+
+def _joined(outputs: list[Output]) -> Output:
+    """All outputs of a choice as one."""
+    last = outputs[-1]
+    logprobs = None
+    if last.logprobs is not None:
+        logprobs = tuple(position for output in outputs for position in output.logprobs or ())
+    return replace(
+        last,
+        text="".join(output.text for output in outputs),
+        token_ids=tuple(token for output in outputs for token in output.token_ids),
+        logprobs=logprobs,
+        prompt_logprobs=outputs[0].prompt_logprobs,
+    )
 
 
 def _raw(token: int) -> bytes:

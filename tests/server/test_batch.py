@@ -148,7 +148,7 @@ def test_an_engine_that_dies_half_way_loses_nothing(tmp_path):
     path = write(tmp_path / "in.jsonl", *(line(f"{i}", seed=i) for i in range(30)))
 
     class Dying(FakeEngine):
-        async def generate(self, prompt, sampling, *, request_id, priority=0):
+        async def generate(self, prompt, sampling, *, request_id, priority=0, whole=False):
             if len(self.started) >= 12:
                 raise EngineDead("gone")
             async for output in super().generate(prompt, sampling, request_id=request_id):

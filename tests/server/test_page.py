@@ -44,7 +44,7 @@ class Engine(FakeEngine):
         found: Health = super().health()
         return replace(found, report=REPORT, num_running=len(self.running))
 
-    async def generate(self, prompt, sampling, *, request_id, priority=0):
+    async def generate(self, prompt, sampling, *, request_id, priority=0, whole=False):
         crowded = self.flaw and len(self.running) > 3
         changed = replace(sampling, seed=sampling.seed + 1) if crowded else sampling
         async for output in super().generate(prompt, changed, request_id=request_id):

@@ -162,7 +162,7 @@ class OneOutput(ToyEngine):
         super().__init__()
         self.output = output
 
-    async def generate(self, prompt, sampling, *, request_id, priority=0):
+    async def generate(self, prompt, sampling, *, request_id, priority=0, whole=False):
         yield self.output
 
 

@@ -65,7 +65,13 @@ class ToyEngine:
         return Health(alive=True, ready=True, num_running=self.running)
 
     async def generate(
-        self, prompt: Prompt, sampling: Sampling, *, request_id: str, priority: int = 0
+        self,
+        prompt: Prompt,
+        sampling: Sampling,
+        *,
+        request_id: str,
+        priority: int = 0,
+        whole: bool = False,
     ) -> AsyncIterator[Output]:
         self.running += 1
         self.asked += 1

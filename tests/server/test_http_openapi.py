@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from server.openapi import BODIES
+from server.protocol_chat import ChatRequest
+from server.protocol_completions import CompletionRequest
 from tests.server.live import Live, serving, strict
 
 schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed (dev)")
@@ -75,3 +78,10 @@ def test_the_document_names_every_body_field(live: Live) -> None:
         assert not shown["additionalProperties"]
         assert "default" in document["paths"][path]["post"]["responses"]
     assert document["paths"].keys() >= {"/v1/models", "/health", "/ready", "/version", "/metrics"}
+
+
+def test_the_written_reference_names_every_field() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "http.md").read_text(encoding="utf-8")
+    for model in (CompletionRequest, ChatRequest):
+        missing = [name for name in model.model_fields if f"`{name}`" not in text]
+        assert not missing

@@ -90,6 +90,8 @@ async def _prepare(service: Service, engine: Engine, body: ChatRequest, receipt:
     _check_top_logprobs(body, limits.max_logprobs(settings, info))
     options = body.options()
     messages = read_messages(body, strict=settings.strict)
+    for index, message in enumerate(messages):
+        limits.check_text(message["content"] or "", body, info, f"messages[{index}].content")
     plan = tools.plan(body, info)
     service.admission.check(body.n)
     seed = resolve(body.seed, greedy=body.temperature == 0, policy=settings.seed_policy)

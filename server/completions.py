@@ -131,6 +131,8 @@ async def _prompt(
     """Token ids of one prompt, cut and checked against the context; with its text where needed."""
     where = "prompt" if count == 1 else f"prompt[{index}]"
     text = raw if isinstance(raw, str) else None
+    if text is not None:
+        limits.check_text(text, body, engine.info, where)
     ids = await engine.tokenize(raw, body.add_special_tokens) if isinstance(raw, str) else raw
     cut = limits.truncate(ids, body, engine.info.max_model_len - body.max_tokens)
     if len(cut) != len(ids):

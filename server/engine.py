@@ -117,6 +117,7 @@ class ModelInfo:
     created: int
     max_logprobs: int = 20
     eos_token_ids: tuple[int, ...] = ()
+    max_token_chars: int = 0  # characters of the longest token; 0: unknown
     special_token_ids: frozenset[int] = frozenset()  # those that skip_special_tokens skips
     has_chat_template: bool = True
     tool_parser: str | None = None  # name of the parser behind `parse_tools`; None: no `auto` tools

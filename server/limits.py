@@ -62,6 +62,20 @@ def check_sampling(body: SamplingFields, settings: Settings, info: ModelInfo) ->
         )
 
 
+def check_text(text: str, body: SamplingFields, info: ModelInfo, where: str) -> None:
+    """Raise on a text that is too long whatever its tokens are, before it is tokenized.
+
+    The factor 4 is for normalizers that shorten texts.
+    """
+    most = 4 * info.max_model_len * info.max_token_chars
+    if most and len(text) > most and body.truncate_prompt_tokens is None:
+        raise InvalidRequest(
+            f"{where}: {len(text)} characters; the context is {info.max_model_len} tokens",
+            param=where,
+            code="context_length_exceeded",
+        )
+
+
 def truncate(ids: Sequence[int], body: SamplingFields, room: int) -> Sequence[int]:
     """`truncate_prompt_tokens` applied: keep that many; -1: as many as fit beside max_tokens."""
     keep = body.truncate_prompt_tokens

@@ -11,6 +11,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 import uvicorn
+from fastapi import FastAPI
 
 from server import logs
 from server.app import create_app
@@ -43,9 +44,17 @@ def run(settings: Settings, open_engine: Callable[[Settings], Awaitable[Engine]]
         return CANNOT_START
     try:
         app = create_app(settings, open_engine)
-    except (OSError, ValueError, ImportError) as fault:
+        config = _config(app, settings)
+    except (OSError, ValueError, ImportError) as fault:  # keys, certificates, traces
         _log.error("%s", fault)
         return CANNOT_START
+    server = Server(config, app.state.service, listener)
+    server.run(sockets=[listener])
+    return server.exit_code
+
+
+def _config(app: FastAPI, settings: Settings) -> uvicorn.Config:
+    """uvicorn's configuration, loaded. Raises OSError on certificates that can't be used."""
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -58,9 +67,8 @@ def run(settings: Settings, open_engine: Callable[[Settings], Awaitable[Engine]]
         timeout_keep_alive=30,
         timeout_graceful_shutdown=CLOSE_S,
     )
-    server = Server(config, app.state.service, listener)
-    server.run(sockets=[listener])
-    return server.exit_code
+    config.load()
+    return config
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -99,7 +107,7 @@ class Server(uvicorn.Server):
         service = self._service
         if service.failure is not None:
             _log.error("the engine could not be started: %s", service.failure)
-            self.exit_code = CANNOT_START
+            self.exit_code = int(getattr(service.failure, "exit_code", CANNOT_START))
             return True
         if service.engine is not None and self._follow(service):
             return True

@@ -54,6 +54,7 @@ class VllmEngine:
             eos_token_ids=_eos(config, tokenizer),
             has_chat_template=self._chat.available,
             special_token_ids=self._text.special_ids,
+            max_token_chars=max(map(len, tokenizer.get_vocab())),
             tool_parser=start.settings.tool_call_parser,
         )
         self._running: set[str] = set()

@@ -69,6 +69,7 @@ class FakeEngine:
             created=1_700_000_000,
             eos_token_ids=(EOS,),
             special_token_ids=frozenset({EOS}),
+            max_token_chars=max(map(len, WORDS)),
             tool_parser=self.tool_parser,
         )
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -30,7 +31,7 @@ async def open_engine(settings):
         raise RuntimeError("aten::mm: row 3 differs")
     return FakeEngine(delay_s=0.1)
 
-sys.exit(run(Settings(port={port}, drain_s={drain_s}), open_engine))
+sys.exit(run(Settings(port={port}, drain_s={drain_s}, **{more}), open_engine))
 """
 
 
@@ -38,10 +39,10 @@ sys.exit(run(Settings(port={port}, drain_s={drain_s}), open_engine))
 def process(**changes: Any) -> Iterator[tuple[subprocess.Popen[str], str]]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    values = {"loading": False, "failing": False, "drain_s": 5, "port": port, **changes}
+    values = {"loading": False, "failing": False, "drain_s": 5, "port": port, "more": {}, **changes}
     code = PROGRAM.format(**values)
     started = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
-    url = f"http://127.0.0.1:{port}"
+    url = f"{'https' if values.get('tls') else 'http'}://127.0.0.1:{port}"
     try:
         if not values["failing"]:
             path = "/health" if values["loading"] else "/ready"
@@ -54,7 +55,7 @@ def process(**changes: Any) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 def _up(url: str) -> bool:
     try:
-        return httpx.get(url).status_code == 200
+        return httpx.get(url, verify=False).status_code == 200
     except httpx.TransportError:
         return False
 
@@ -134,6 +135,37 @@ def test_an_engine_that_can_not_be_started() -> None:
         errors = server.stderr.read() if server.stderr else ""
         assert "aten::mm: row 3 differs" in errors
         assert "Traceback" not in errors
+
+
+def test_tls(tmp_path: Path) -> None:
+    key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "cert.pem")
+    make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    make += ["-nodes", "-days", "2", "-subj", "/CN=localhost", "-keyout", key, "-out", certificate]
+    if subprocess.run(make, capture_output=True).returncode:
+        pytest.skip("openssl is not installed")
+    more = {"ssl_keyfile": key, "ssl_certfile": certificate}
+    with process(more=more, failing=False, tls=True) as (server, url):
+        with httpx.Client(verify=False, base_url=url) as client:
+            assert client.get("/ready").status_code == 200
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(10) == 0
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"ssl_keyfile": "/nowhere", "ssl_certfile": "/nowhere"},
+        {"api_keys_file": "/nowhere"},
+        {"api_keys": ","},
+    ],
+    ids=str,
+)
+def test_files_that_can_not_be_used(more: dict[str, str]) -> None:
+    with process(failing=True, more=more) as (server, _):
+        assert server.wait(15) == 2
+        errors = server.stderr.read() if server.stderr else ""
+        assert "Traceback" not in errors
+        assert errors.strip()
 
 
 def test_a_port_in_use() -> None:

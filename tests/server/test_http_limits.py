@@ -57,6 +57,29 @@ def test_the_context(live: Live) -> None:
     assert chat["usage"]["total_tokens"] == 512, "chat without max_tokens goes to the end"
 
 
+def test_a_text_that_can_not_fit_is_not_tokenized() -> None:
+    class Counting(FakeEngine):
+        tokenized = 0
+
+        async def tokenize(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
+            self.tokenized += 1
+            return await super().tokenize(text, add_special_tokens)
+
+    engine = Counting()
+    with serving(engine) as live:
+        long = "a" * 4 * 512 * 8
+        for path, body in (
+            ("/v1/completions", {"prompt": ["b", long]}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": long}]}),
+        ):
+            answer = live.post(path, body)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["code"] == "context_length_exceeded"
+        assert engine.tokenized <= 1
+        kept = {"prompt": long, "truncate_prompt_tokens": 3, "max_tokens": 1}
+        assert live.complete(**kept)["usage"]["prompt_tokens"] == 3
+
+
 @pytest.mark.parametrize(
     ("extra", "shown"),
     [

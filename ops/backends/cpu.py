@@ -7,12 +7,12 @@ from ops.registry import Override
 
 def rows() -> list[Override]:
     """All override rows of the CPU, in the order in which they are installed."""
-    from ops.bindings import activations, aten, attention, linear, moe, norms, rotary
+    from ops.bindings import activations, aten, attention, decoder, linear, moe, norms, rotary
     from ops.collectives import CPU_ROWS
     from ops.sampling_hook import OVERRIDE
 
     found: list[Override] = []
-    for module in (aten, linear, norms, activations, rotary, attention, moe):
+    for module in (aten, linear, norms, activations, rotary, attention, moe, decoder):
         found += module.rows()
     return [*found, OVERRIDE, *CPU_ROWS]
 

@@ -52,7 +52,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
         return matmul(a, b[:, None]).squeeze(-1)
     if b.ndim == 2:
         return mm(a.reshape(-1, a.shape[-1]), b).view(*a.shape[:-1], b.shape[-1])
-    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # type: ignore[no-untyped-call]
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     left = a.expand(*batch, *a.shape[-2:]).reshape(-1, *a.shape[-2:])
     right = b.expand(*batch, *b.shape[-2:]).reshape(-1, *b.shape[-2:])
     return bmm(left, right).view(*batch, a.shape[-2], b.shape[-1])
@@ -163,7 +163,7 @@ def bind_aten(name: str) -> None:
         return kernel(*args, **kwargs)
 
     if "library" not in _state:
-        _state["library"] = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        _state["library"] = torch.library.Library("aten", "IMPL")
     library = _state["library"]
     try:
         library.impl(name, bound, KEY)

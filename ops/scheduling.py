@@ -28,7 +28,7 @@ from vllm.v1.core.sched.request_queue import create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler
 
 
-class PhaseScheduler(Scheduler):  # type: ignore[misc]
+class PhaseScheduler(Scheduler):
     """vLLM's scheduler, shown either the waiting requests that fit or the running ones."""
 
     running: list[Any]

@@ -255,6 +255,7 @@ def draw() -> dict[str, dict[str, Any]]:
                 "FILTERED": False,
             },
             "dots": 0,
+            "lower_only": True,  # bishengir-compile does not finish it in minutes
         },
         "draw: finish": {
             "module": "draw",
@@ -312,7 +313,7 @@ def compiled(linalg: str, arch: str, work: Path) -> tuple[bool, str, str]:
     record.unlink(missing_ok=True)
     env = {**os.environ, "PATH": f"{work}:{os.environ['PATH']}", "HIVMC_RECORD": str(record)}
     command = [str(binary), str(source), f"--target={arch}", *FLAGS, "-o", str(work / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env)
     words = (done.stdout + done.stderr).strip()[-300:]
     found = record.read_text() if record.exists() else ""
     return done.returncode == 0 and bool(found), words, found
@@ -324,6 +325,8 @@ def seen(case: dict[str, Any], arch: str, work: Path) -> dict[str, Any]:
         ttir, linalg = lowered(case, arch)
     except Exception as fault:
         return {"fits": False, "message": f"{type(fault).__name__}: {fault}"[:300]}
+    if case.get("lower_only"):
+        return {"fits": None, "message": "lowered only", "atomics": ttir.count("tt.atomic")}
     fits, message, hivm = compiled(linalg, arch, work)
     return {
         "fits": fits,

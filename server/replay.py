@@ -27,6 +27,8 @@ from server.receiptfile import Entry, Reader, shuffled
 from server.replay_report import Tally
 from server.results import OtherRun, Results
 
+WIDEST = 240  # characters of a finding on the screen; the report has all of them
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs="+", type=Path, help="receipts logs (JSON lines)")
@@ -201,6 +203,7 @@ class _Replay:
             say(f"         {reason} (× {count})", markup=False)
         for finding in self.tally.findings[:10]:
             said = finding.get("words") or finding.get("fault") or finding["status"]
+            said = said if len(said) <= WIDEST else said[:WIDEST] + " …"
             say(f"  {finding['source']}:{finding['line']}: {said}", markup=False, highlight=False)
         say(f"report: {self.args.report} and {self.args.report.with_suffix('.html').name}")
         if stopped:

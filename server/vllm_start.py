@@ -137,7 +137,8 @@ def build(start: Start) -> Any:
     On the CPU the engine's process is a fork of this one, so that torch and vLLM are imported
     once. That is safe because nothing here has used OpenMP or a device by then.
     """
-    if start.device == "cpu":
+    eager = start.settings.determinism == "on" or start.settings.enforce_eager
+    if start.device == "cpu" and eager:  # without the promise vLLM may compile, and needs all of it
         from server import vllm_lean
 
         vllm_lean.prepare()

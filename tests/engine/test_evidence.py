@@ -188,7 +188,7 @@ def test_every_change_of_the_numerics_is_caught_and_named(made, model, tmp_path,
     elif what == "dtype":
         args += ["--dtype", "float32"]
     elif what == "stock ops":
-        args += ["--determinism", "off"]
+        args += ["--determinism", "off", "--enforce-eager", "true"]
     else:
         env["PYTHONPATH"] = str(other_ops(tmp_path / "copy"))
     with serving(tmp_path / "log", "--model", str(model), *args, **env) as s:
@@ -262,7 +262,7 @@ def test_the_offline_snippet_gives_the_servers_text(made, model, tmp_path):
     code = code.replace('"MODEL"', repr(str(model)))
     assert str(model) in code
     code += (
-        "\nimport json; print('IDS', json.dumps([list(o.outputs[0].token_ids) for o in outputs]))"
+        "    import json; print('IDS', json.dumps([[*o.outputs[0].token_ids] for o in outputs]))"
     )
     ids = json.loads(run_python(code, tmp_path).split("IDS ", 1)[1].splitlines()[0])
     with serving(tmp_path / "log", "--model", str(model), **PATIENT) as s:

@@ -1,7 +1,9 @@
-"""The compiled CPU kernels: the bits of a row depend on that row alone, and every instruction set agrees.
+"""The compiled CPU kernels: the bits of a row depend on that row alone, and every instruction set
+agrees.
 
-Invariance is `torch.equal`. Closeness is to a float64 computation on the same inputs, with the tolerance stated at
-each place: a few units in the last place of the output type, scaled by the length of the sum where fp32 decides.
+Invariance is `torch.equal`. Closeness is to a float64 computation on the same inputs, with the
+tolerance stated at each place: a few units in the last place of the output type, scaled by the
+length of the sum where fp32 decides.
 """
 
 from __future__ import annotations
@@ -62,7 +64,9 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def first_row_that_moves(op, x: Tensor, rows: list[int] = ROWS) -> str | None:
-    """None if op([M, K]) gives each row the same bits for every M and at every place; else where it does not."""
+    """None if op([M, K]) gives each row the same bits for every M and at every place; else where it
+    does not.
+    """
     full = op(x)
     for m in rows:
         for start in {0, 1, (len(x) - m) // 2, len(x) - m}:
@@ -94,7 +98,9 @@ def test_linear_rows_do_not_move(kernels, each_isa, shape, dtype):
 
 
 def test_linear_follows_the_written_order(kernels):
-    """k ascending, one FMA each, bias last. An FMA of fp32 numbers is exact in fp64 up to its own single rounding."""
+    """k ascending, one FMA each, bias last. An FMA of fp32 numbers is exact in fp64 up to its own
+    single rounding.
+    """
     n, k = 21, 37
     weight, bias, x = rand(n, k, std=0.03), rand(n), rand(5, k)
     acc = torch.zeros(5, n)
@@ -105,7 +111,9 @@ def test_linear_follows_the_written_order(kernels):
 
 
 def _round_sum_once(product: Tensor, acc: Tensor) -> Tensor:
-    """fp32(product + acc) with one rounding: rounds to odd in fp64 first, so that the second rounding is right."""
+    """fp32(product + acc) with one rounding: rounds to odd in fp64 first, so that the second
+    rounding is right.
+    """
     total = product + acc.double()
     part = total - product
     error = (product - (total - part)) + (acc.double() - part)  # two-sum: exact
@@ -177,7 +185,9 @@ def test_wrong_input_is_refused(kernels):
 
 
 def test_the_row_check_sees_stock_and_planted_faults(kernels):
-    """What the checks above are worth: torch's own linear fails them, and so does a sum whose cut depends on M."""
+    """What the checks above are worth: torch's own linear fails them, and so does a sum whose cut
+    depends on M.
+    """
     weight, x = rand(576, 1536, std=0.03), rand(257, 1536)
     assert (
         first_row_that_moves(lambda rows: torch.nn.functional.linear(rows, weight), x) is not None
@@ -385,15 +395,15 @@ def attend(
 
 
 ATTENTION = {
-    "gqa": (dict(lens=[1, 17, 64, 130, 700], hq=9, hk=3, d=64, block=16), {}),
-    "window": (dict(lens=[5, 65, 600], hq=4, hk=4, d=80, block=32), {"window": 100}),
-    "softcap": (dict(lens=[65, 513], hq=8, hk=1, d=128, block=128), {"softcap": 30.0}),
+    "gqa": ({"lens": [1, 17, 64, 130, 700], "hq": 9, "hk": 3, "d": 64, "block": 16}, {}),
+    "window": ({"lens": [5, 65, 600], "hq": 4, "hk": 4, "d": 80, "block": 32}, {"window": 100}),
+    "softcap": ({"lens": [65, 513], "hq": 8, "hk": 1, "d": 128, "block": 128}, {"softcap": 30.0}),
     "alibi and sinks": (
-        dict(lens=[33, 300], hq=4, hk=2, d=96, block=16),
+        {"lens": [33, 300], "hq": 4, "hk": 2, "d": 96, "block": 16},
         {"alibi": True, "sinks": True},
     ),
     "wide, window, sinks": (
-        dict(lens=[33, 300], hq=2, hk=2, d=256, block=48),
+        {"lens": [33, 300], "hq": 2, "hk": 2, "d": 256, "block": 48},
         {"window": 17, "sinks": True},
     ),
 }
@@ -415,7 +425,8 @@ def test_attention(kernels, each_isa, case, dtype):
     for i in everyone:
         bound = 4 * EPS[dtype] + 2e-5 if dtype == torch.float32 else 4 * EPS[dtype]
         assert ((full[i].double() - exact_attention(seqs, i, options)).abs() <= bound).all()
-    # decode, chunks, alone or together, on every instruction set: the same bits at the same position
+    # decode, chunks, alone or together, on every instruction set: the same bits at the same
+    # position
     for got, size in (
         (attend(each_isa, seqs, lens, **options), lens),
         (attend(each_isa, seqs, [1] * len(lens), **options), [1] * len(lens)),
@@ -455,7 +466,7 @@ def exact_attention(seqs, i: int, options) -> Tensor:
 
 
 def test_attention_ignores_threads_and_block_size(kernels):
-    shape = dict(lens=[700, 300], hq=6, hk=2, d=64, dtype=torch.bfloat16)
+    shape = {"lens": [700, 300], "hq": 6, "hk": 2, "d": 64, "dtype": torch.bfloat16}
     small, large = sequences(kernels, block=16, **shape), sequences(kernels, block=256, **shape)
     before = kernels.threads
     expected = attend(kernels, small, [700, 300])
@@ -474,7 +485,9 @@ def test_attention_ignores_threads_and_block_size(kernels):
 
 
 def test_attention_check_sees_a_split_that_depends_on_the_batch(kernels):
-    """Planted fault: keys of a lone decode cut in two halves and merged, as a batch-dependent split would."""
+    """Planted fault: keys of a lone decode cut in two halves and merged, as a batch-dependent split
+    would.
+    """
     seqs = sequences(kernels, [700], 4, 2, 64, 16, torch.float32)
     whole = attend(kernels, seqs, [700])[0][-1]
     q, k, v = seqs.q[0][-1].double(), seqs.k[0].double(), seqs.v[0].double()
@@ -515,10 +528,24 @@ def test_decoder_layer_equals_its_steps(kernels, each_isa, style, dtype):
     angles = torch.arange(400.0)[:, None] * (1e4 ** (-torch.arange(0, d, 2) / d))
     cos_sin = torch.cat([angles.cos(), angles.sin()], -1) if gated else None
     plan = each_isa.layer_plan(
-        qkv=qkv, o=o, gate_up=up, down=down, input_norm=norm_in, post_norm=norm_post, eps=1e-5, q_heads=hq,
-        kv_heads=hk, head_size=d, scale=d**-0.5, activation="silu", qkv_bias=bias, q_norm=q_norm, k_norm=k_norm,
-        cos_sin_cache=cos_sin, rotary_dim=d,
-    )  # fmt: skip
+        qkv=qkv,
+        o=o,
+        gate_up=up,
+        down=down,
+        input_norm=norm_in,
+        post_norm=norm_post,
+        eps=1e-5,
+        q_heads=hq,
+        kv_heads=hk,
+        head_size=d,
+        scale=d**-0.5,
+        activation="silu",
+        qkv_bias=bias,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        cos_sin_cache=cos_sin,
+        rotary_dim=d,
+    )
     counts = [-(-n // block) for n in lens]
     table = torch.zeros(3, max(counts), dtype=torch.int32)
     for i, c in enumerate(counts):
@@ -567,9 +594,19 @@ def test_layer_plan_refuses_what_does_not_fit(kernels):
     norm = torch.ones(32)
     with pytest.raises(ValueError, match="layer_plan: qkv"):
         kernels.layer_plan(
-            qkv=p, o=p, gate_up=p, down=p, input_norm=norm, post_norm=norm, eps=1e-5, q_heads=2, kv_heads=2,
-            head_size=32, scale=1.0, activation="silu",
-        )  # fmt: skip
+            qkv=p,
+            o=p,
+            gate_up=p,
+            down=p,
+            input_norm=norm,
+            post_norm=norm,
+            eps=1e-5,
+            q_heads=2,
+            kv_heads=2,
+            head_size=32,
+            scale=1.0,
+            activation="silu",
+        )
 
 
 # -- building --------------------------------------------------------------------------------------

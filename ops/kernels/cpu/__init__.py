@@ -1,4 +1,6 @@
-"""The CPU kernels: `load()` gives the compiled ones where they can be had, else the pure-PyTorch ones."""
+"""The CPU kernels: `load()` gives the compiled ones where they can be had, else the pure-PyTorch
+ones.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,13 @@ from typing import Any
 
 @functools.cache
 def load(isa: str | None = None) -> Any:
-    """An object with the kernel functions, `.name` ("native-avx512", "native-avx2", "native-neon", "torch") and `.reason`.
+    """An object with the kernel functions, `.name` ("native-avx512", "native-avx2", "native-neon",
+    "torch") and `.reason`.
 
-    isa: None picks the best this machine has; a name forces it ("torch" forces the fallback). The same object is
-    returned each time. Without a compiler the fallback is returned and `.reason` holds what went wrong; its bits
-    differ from the native ones, and its name is part of the fingerprint.
+    isa: None picks the best this machine has; a name forces it ("torch" forces the fallback). The
+    same object is returned each time. Without a compiler the fallback is returned and `.reason`
+    holds what went wrong; its bits differ from the native ones, and its name is part of the
+    fingerprint.
     """
     from ops.kernels.cpu import build
 

@@ -1,4 +1,6 @@
-"""Compiles the C++ kernels once per source, compiler and instruction set, and keeps the result in the user's cache."""
+"""Compiles the C++ kernels once per source, compiler and instruction set, and keeps the result in
+the user's cache.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ import platformdirs
 
 SOURCES = Path(__file__).parent
 COMPILERS = ("g++", "clang++", "c++")
-# -ffp-contract=off: each rounding is written in the source; the compiler may not fuse or unfuse any.
+# -ffp-contract=off: each rounding is written in the source; the compiler may not fuse or unfuse
+# any.
 FLAGS = (
     "-std=c++17 -O3 -fPIC -shared -ffp-contract=off -fno-math-errno -fvisibility=hidden"
     " -fno-exceptions -fno-rtti -Wno-maybe-uninitialized -Wno-uninitialized -Wno-psabi"
@@ -47,7 +50,9 @@ def source_files() -> list[Path]:
 
 
 def source_hash() -> str:
-    """SHA-256 over names and contents of the sources and over the flags; part of the fingerprint."""
+    """SHA-256 over names and contents of the sources and over the flags; part of the
+    fingerprint.
+    """
     digest = hashlib.sha256(repr((FLAGS, sorted(ISA_FLAGS.items()))).encode())
     for path in source_files():
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -66,7 +71,9 @@ def find_compiler() -> str:
 
 
 def cache_dir() -> Path:
-    """Where compiled kernels rest: private to this user. Raises `NoCompiler` if somebody else owns it."""
+    """Where compiled kernels rest: private to this user. Raises `NoCompiler` if somebody else owns
+    it.
+    """
     path = Path(platformdirs.user_cache_dir("samebits")) / "kernels"
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
     if path.stat().st_uid != os.getuid():
@@ -75,7 +82,8 @@ def cache_dir() -> Path:
 
 
 def build(isa: str, directory: Path | None = None) -> Path:
-    """The shared library for `isa`, compiled if it is not in the cache. Safe to call from many processes at once.
+    """The shared library for `isa`, compiled if it is not in the cache. Safe to call from many
+    processes at once.
 
     Raises `NoCompiler` with the compiler's first lines if it can't be made.
     """

@@ -3,6 +3,7 @@
 #include "draw.h"
 #include "layer.h"
 #include "pack.h"
+#include "probe.h"
 #include "rows.h"
 
 #define API extern "C" __attribute__((visibility("default")))
@@ -66,3 +67,6 @@ API void sb_cache_write(const void* key, const void* value, int dt, int64_t ldk,
 API void sb_layer(const Layer* l, const Step* s) { layer_run(*l, *s); }
 API void sb_moe(const Moe* a) { moe_run(*a); }
 API void sb_attention(const Attention* a) { attention_run(*a); }
+
+API void sb_burn_fma(int64_t iters, float* out) { burn_fma(iters, out); }
+API void sb_read_all(const float* p, int64_t floats, float* out) { read_all(p, floats, out); }

@@ -160,14 +160,21 @@ template <class T> static void linear_part(const Linear& l, int64_t m0, int64_t 
   }
 }
 
-// The whole product on up to runtime.threads threads: rows are shared out where there are many, else columns.
+// The whole product: pieces of rows x panels that threads take as they come free, so that a thread the system has
+// put aside holds up one piece, not half of the work.
 static void linear_run(const Linear& l, int64_t m) {
   const int64_t panels = (l.n + LANES - 1) / LANES;
   const int want = threads_for(m * l.n * l.k, 1 << 16);
-  parallel(want, [&](int t, int team) {
-    Range rows = {0, m}, cols = {0, panels};
-    if (m >= 2 * MAX_ROWS * team) rows = share(m, MAX_ROWS, t, team);
-    else cols = share(panels, 2, t, team);
-    SB_DISPATCH(l.wdt, T, linear_part<T>(l, rows.begin, rows.end, cols.begin, cols.end));
+  const int64_t row_step = m <= 8 * MAX_ROWS ? m : 8 * MAX_ROWS, row_parts = (m + row_step - 1) / row_step;
+  const int64_t pieces = 4 * want / row_parts + 1;  // along the panels
+  const int64_t panel_step = want == 1 ? panels : ((panels + pieces - 1) / pieces + 3) / 4 * 4;
+  const int64_t panel_parts = (panels + panel_step - 1) / panel_step;
+  std::atomic<int64_t> next{0};
+  parallel(want, [&](int, int) {
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < row_parts * panel_parts;) {
+      const int64_t p0 = i / row_parts * panel_step, r0 = i % row_parts * row_step;
+      const int64_t p1 = p0 + panel_step < panels ? p0 + panel_step : panels, r1 = r0 + row_step < m ? r0 + row_step : m;
+      SB_DISPATCH(l.wdt, T, linear_part<T>(l, r0, r1, p0, p1));
+    }
   });
 }

@@ -1,8 +1,9 @@
 """The C++ kernels behind plain Python functions on torch CPU tensors.
 
-Each call checks little (a wrong dtype or shape raises `TypeError` or `ValueError`), allocates its output, and hands
-pointers to C. What every function promises, and tests assert: the bits of one row depend on that row alone, not
-on the number of rows, the row's place, the thread count or the instruction set.
+Each call checks little (a wrong dtype or shape raises `TypeError` or `ValueError`), allocates its
+output, and hands pointers to C. What every function promises, and tests assert: the bits of one row
+depend on that row alone, not on the number of rows, the row's place, the thread count or the
+instruction set.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ ACTS = {
     "none": 8,
 }
 
-# The numbers that fix an order of accumulation, for the fingerprint. The same on every instruction set.
+# The numbers that fix an order of accumulation, for the fingerprint. The same on every instruction
+# set.
 TILES: dict[str, dict[str, int | str]] = {
     "linear": {"k": "ascending", "step": "fma", "split_k": 1},
     "moe": {"k": "ascending", "step": "fma", "split_k": 1, "slots": "ascending"},
@@ -59,16 +61,19 @@ _SIGNATURES: dict[str, list[Any]] = {
     "sb_cache_write": [_P, _P, _I, _L, _L, _P, _L, _L, _P, _L, _L, _L, _L],
     "sb_attention": [ctypes.c_char_p],
     "sb_moe": [ctypes.c_char_p],
+    "sb_burn_fma": [_L, _P],
+    "sb_read_all": [_P, _L, _P],
     "sb_layer": [ctypes.c_char_p, ctypes.c_char_p],
     "sb_rotary": [_P, _L, _P, _L, _L, _P, _L, _L, _I, _P, _I, _L, _L, _I],
 }
 
 
 class _Weight(ctypes.Structure):
-    _fields_ = [("w", c_void_p), ("n", c_int64), ("k", c_int64), ("dt", c_int32)]  # noqa: RUF012
+    _fields_ = [("w", c_void_p), ("n", c_int64), ("k", c_int64), ("dt", c_int32)]
 
 
-# The structs of attention.h and moe.h, field by field in native layout: packing bytes costs a tenth of a ctypes struct.
+# The structs of attention.h and moe.h, field by field in native layout: packing bytes costs a tenth
+# of a ctypes struct.
 _ATTENTION = struct.Struct("@PqPqqiPqPPqqqqqffqiPPP")
 _MOE = struct.Struct("@PPqPiqqqPPqiiP")
 _LAYER = struct.Struct("@PPPPPPPPPPPPiiffqqqqPiiiiffqPP")
@@ -76,7 +81,9 @@ _STEP = struct.Struct("@PPPPiqqPPqPqqqPqPPq")
 
 
 class Packed:
-    """A weight [n, k] in panels of sixteen rows. `data` is the flat tensor of n*k numbers that holds them."""
+    """A weight [n, k] in panels of sixteen rows. `data` is the flat tensor of n*k numbers that
+    holds them.
+    """
 
     __slots__ = ("_struct", "address", "data", "dtype", "k", "n")
 
@@ -117,7 +124,9 @@ class LayerPlan:
 
 
 def _openmp() -> tuple[Any, Any, Any] | None:
-    """GOMP_parallel, omp_get_thread_num and omp_get_num_threads of the runtime that torch uses; None if not found."""
+    """GOMP_parallel, omp_get_thread_num and omp_get_num_threads of the runtime that torch uses;
+    None if not found.
+    """
     folder = Path(torch.__file__).parent
     libraries = [*folder.glob("lib/lib*omp*.so*"), *folder.parent.glob("torch.libs/lib*omp*.so*")]
     for path in libraries:
@@ -156,10 +165,24 @@ class Native:
         self.threads = max(1, threads)
         self._c.sb_threads(self.threads)
 
-    # -- linear -------------------------------------------------------------------------------------------------
+    def burn_fma(self, iterations: int) -> float:
+        """Does nothing but fused multiply-adds on every thread; returns how many flops it did. A
+        bench's yardstick.
+        """
+        out = torch.empty(1024, dtype=torch.float32)
+        self._c.sb_burn_fma(iterations, out.data_ptr())
+        return iterations * 16 * 16 * 2.0 * self.threads
+
+    def read_all(self, x: Tensor) -> None:
+        """Reads a contiguous fp32 tensor once, on every thread. A bench's yardstick for memory."""
+        out = torch.empty(1024, dtype=torch.float32)
+        self._c.sb_read_all(x.data_ptr(), x.numel(), out.data_ptr())
+
+    # -- linear ------------------------------------------------------------------------------------
     def pack_weight(self, weight: Tensor, inplace: bool = True) -> Packed:
-        """[n, k] -> `Packed`. In place (the default) a contiguous weight's own memory is rearranged: the tensor
-        passed in then holds panels, not rows, and must not be read as a weight again. Otherwise a copy is packed."""
+        """[n, k] -> `Packed`. In place (the default) a contiguous weight's own memory is
+        rearranged: the tensor passed in then holds panels, not rows, and must not be read as a
+        weight again. Otherwise a copy is packed."""
         n, k = weight.shape
         dt = DTYPES[weight.dtype]
         weight = weight.detach()
@@ -170,7 +193,9 @@ class Native:
         return Packed(n, k, data)
 
     def take_rows(self, packed: Packed, ids: Tensor) -> Tensor:
-        """Rows `ids` (any shape, integer) of the packed weight, as an embedding lookup: [*ids.shape, k]."""
+        """Rows `ids` (any shape, integer) of the packed weight, as an embedding lookup:
+        [*ids.shape, k].
+        """
         flat = ids.reshape(-1).to(torch.int64)
         if flat.numel() and not (0 <= int(flat.min()) and int(flat.max()) < packed.n):
             raise IndexError(f"row ids must lie in 0..{packed.n - 1}")
@@ -179,7 +204,9 @@ class Native:
         return out
 
     def linear(self, x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
-        """x[..., k] @ w.T (+ bias) -> [..., n] in x's type. fp32 accumulator, k ascending, one FMA each, then the bias."""
+        """x[..., k] @ w.T (+ bias) -> [..., n] in x's type. fp32 accumulator, k ascending, one FMA
+        each, then the bias.
+        """
         k = packed.k
         if x.dim() == 2:
             if x.stride(1) != 1:
@@ -224,8 +251,8 @@ class Native:
     ) -> Tensor:
         """Sum over slots, in slot order, of weight * expert(x): x[M, H], topk_*[M, k] -> [M, H].
 
-        w13[e]: [2I, H] (gated) or [I, H]; w2[e]: [H, I]. Roundings and order are told in moe.h. A negative id takes
-        no part. Pass `MoeTable`s to save time.
+        w13[e]: [2I, H] (gated) or [I, H]; w2[e]: [H, I]. Roundings and order are told in moe.h. A
+        negative id takes no part. Pass `MoeTable`s to save time.
         """
         m, h = x.shape
         if x.stride(1) != 1:
@@ -241,17 +268,30 @@ class Native:
         weights = topk_weights.to(torch.float32).contiguous()
         ids = topk_ids.to(torch.int32).contiguous()
         call = _MOE.pack(
-            up.address, down.address, len(up), x.data_ptr(), DTYPES[x.dtype], x.stride(0), m, h, weights.data_ptr(),
-            ids.data_ptr(), ids.shape[1], ACTS[activation], int(up.n == 2 * down.k), out.data_ptr(),
-        )  # fmt: skip
+            up.address,
+            down.address,
+            len(up),
+            x.data_ptr(),
+            DTYPES[x.dtype],
+            x.stride(0),
+            m,
+            h,
+            weights.data_ptr(),
+            ids.data_ptr(),
+            ids.shape[1],
+            ACTS[activation],
+            int(up.n == 2 * down.k),
+            out.data_ptr(),
+        )
         self._c.sb_moe(call)
         return out
 
-    # -- rows ---------------------------------------------------------------------------------------------------
+    # -- rows --------------------------------------------------------------------------------------
     def rms_norm(
         self, x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0
     ) -> Tensor:
-        """x / sqrt(mean(x²) + eps) * (weight + offset) over the last dimension; fp32 inside, one rounding.
+        """x / sqrt(mean(x²) + eps) * (weight + offset) over the last dimension; fp32 inside, one
+        rounding.
 
         x: [H], [M, H] or [M, N, H] with any outer strides. Gemma's variant: weight_offset=1.0.
         """
@@ -274,9 +314,19 @@ class Native:
         pointer, wdt = (None, 0) if weight is None else (weight.data_ptr(), DTYPES[weight.dtype])
         if m:
             self._rms(
-                x.data_ptr(), DTYPES[x.dtype], m, h, inner, outer_stride, inner_stride,
-                pointer, wdt, weight_offset, eps, out.data_ptr(),
-            )  # fmt: skip
+                x.data_ptr(),
+                DTYPES[x.dtype],
+                m,
+                h,
+                inner,
+                outer_stride,
+                inner_stride,
+                pointer,
+                wdt,
+                weight_offset,
+                eps,
+                out.data_ptr(),
+            )
         return out
 
     def fused_add_rms_norm(
@@ -287,7 +337,9 @@ class Native:
         eps: float,
         weight_offset: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
-        """s = x + residual, rounded to their type; returns (rms_norm(s), s). Equal to the two steps apart."""
+        """s = x + residual, rounded to their type; returns (rms_norm(s), s). Equal to the two steps
+        apart.
+        """
         if x.dim() != 2 or x.stride(1) != 1:
             x = x.reshape(-1, x.shape[-1]).contiguous()
         if residual.dim() != 2 or residual.stride(1) != 1:
@@ -301,15 +353,28 @@ class Native:
         pointer, wdt = (None, 0) if weight is None else (weight.data_ptr(), DTYPES[weight.dtype])
         if m:
             self._add_rms(
-                x.data_ptr(), residual.data_ptr(), DTYPES[x.dtype], m, h, x.stride(0), residual.stride(0),
-                pointer, wdt, weight_offset, eps, out.data_ptr(), total.data_ptr(),
-            )  # fmt: skip
+                x.data_ptr(),
+                residual.data_ptr(),
+                DTYPES[x.dtype],
+                m,
+                h,
+                x.stride(0),
+                residual.stride(0),
+                pointer,
+                wdt,
+                weight_offset,
+                eps,
+                out.data_ptr(),
+                total.data_ptr(),
+            )
         return out, total
 
     def layer_norm(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> Tensor:
-        """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension; two passes, fp32, one rounding."""
+        """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension; two passes, fp32,
+        one rounding.
+        """
         flat = _rows(x)
         out = torch.empty(x.shape, dtype=x.dtype)
         if weight is not None and bias is not None and weight.dtype != bias.dtype:
@@ -349,7 +414,9 @@ class Native:
         return out
 
     def sum(self, x: Tensor, dim: int = -1, keepdim: bool = False) -> Tensor:
-        """Sum over one dimension in fp32: sixteen striped lanes, then the fixed tree; one rounding to x's type."""
+        """Sum over one dimension in fp32: sixteen striped lanes, then the fixed tree; one rounding
+        to x's type.
+        """
         return self._sum(x, dim, keepdim, mean=False)
 
     def mean(self, x: Tensor, dim: int = -1, keepdim: bool = False) -> Tensor:
@@ -373,7 +440,7 @@ class Native:
         out = out.to(x.dtype)
         return out.unsqueeze(dim) if keepdim else out
 
-    # -- elementwise --------------------------------------------------------------------------------------------
+    # -- elementwise -------------------------------------------------------------------------------
     def act_and_mul(self, x: Tensor, kind: str) -> Tensor:
         """[..., 2H] -> [..., H]: act(first half) * second half, in fp32, one rounding."""
         return self._activate(x, kind, x.shape[-1] // 2, 1)
@@ -407,7 +474,9 @@ class Native:
         rotary_dim: int,
         is_neox: bool = True,
     ) -> None:
-        """Rotates q[T, Hq*D] and k[T, Hk*D] in place. `cos_sin_cache`: [positions, rotary_dim], cos then sin."""
+        """Rotates q[T, Hq*D] and k[T, Hk*D] in place. `cos_sin_cache`: [positions, rotary_dim], cos
+        then sin.
+        """
         if q.stride(-1) != 1 or (k is not None and (k.stride(-1) != 1 or k.dtype != q.dtype)):
             raise ValueError("rotary: q and k need a contiguous last dimension and one dtype")
         positions = positions if positions.dtype == torch.int64 else positions.to(torch.int64)
@@ -421,18 +490,31 @@ class Native:
             )
         q_heads = q[0].numel() // head_size if tokens else 0
         self._rotary(
-            positions.data_ptr(), tokens, q.data_ptr(), q.stride(0), q_heads, k_ptr, k_stride, k_heads,
-            DTYPES[q.dtype], cos_sin_cache.data_ptr(), DTYPES[cos_sin_cache.dtype], head_size, rotary_dim, int(is_neox),
-        )  # fmt: skip
+            positions.data_ptr(),
+            tokens,
+            q.data_ptr(),
+            q.stride(0),
+            q_heads,
+            k_ptr,
+            k_stride,
+            k_heads,
+            DTYPES[q.dtype],
+            cos_sin_cache.data_ptr(),
+            DTYPES[cos_sin_cache.dtype],
+            head_size,
+            rotary_dim,
+            int(is_neox),
+        )
 
-    # -- attention ----------------------------------------------------------------------------------------------
+    # -- attention ---------------------------------------------------------------------------------
     def reshape_and_cache(
         self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Writes key and value [T, Hk, D] to their slots (block * block_size + offset; negative: skipped).
+        """Writes key and value [T, Hk, D] to their slots (block * block_size + offset; negative:
+        skipped).
 
-        kv_cache: [blocks, Hk, block_size, 2*D], block_size and D multiples of 16, the last two dimensions contiguous;
-        what lies inside is ours: keys in tiles of sixteen, then values.
+        kv_cache: [blocks, Hk, block_size, 2*D], block_size and D multiples of 16, the last two
+        dimensions contiguous; what lies inside is ours: keys in tiles of sixteen, then values.
         """
         block_size, d = _cache_shape(kv_cache)
         tokens = slot_mapping.numel()
@@ -443,9 +525,20 @@ class Native:
         key, value = _head_rows(key), _head_rows(value)
         slots = slot_mapping if slot_mapping.dtype == torch.int64 else slot_mapping.to(torch.int64)
         self._cache_write(
-            key.data_ptr(), value.data_ptr(), DTYPES[key.dtype], key.stride(0), value.stride(0), kv_cache.data_ptr(),
-            kv_cache.stride(0), kv_cache.stride(1), slots.data_ptr(), tokens, kv_cache.shape[1], d, block_size,
-        )  # fmt: skip
+            key.data_ptr(),
+            value.data_ptr(),
+            DTYPES[key.dtype],
+            key.stride(0),
+            value.stride(0),
+            kv_cache.data_ptr(),
+            kv_cache.stride(0),
+            kv_cache.stride(1),
+            slots.data_ptr(),
+            tokens,
+            kv_cache.shape[1],
+            d,
+            block_size,
+        )
 
     def attention(
         self,
@@ -463,10 +556,12 @@ class Native:
         causal: bool = True,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Attention of q[T, Hq, D] over the paged cache -> [T, Hq, D]. The order is told in attention.h.
+        """Attention of q[T, Hq, D] over the paged cache -> [T, Hq, D]. The order is told in
+        attention.h.
 
-        block_table[S, B], query_start_loc[S+1], seq_lens[S]: int32; the queries are the last tokens of their
-        sequence, whose keys are already in the cache. window: keys that a query sees, itself included (0: all).
+        block_table[S, B], query_start_loc[S+1], seq_lens[S]: int32; the queries are the last tokens
+        of their sequence, whose keys are already in the cache. window: keys that a query sees,
+        itself included (0: all).
         """
         block_size, d = _cache_shape(kv_cache)
         if q.dtype != kv_cache.dtype or q.shape[-1] != d or q.dim() != 3:
@@ -486,15 +581,33 @@ class Native:
         slopes = None if alibi_slopes is None else alibi_slopes.float().contiguous()
         sinks = None if sinks is None else sinks.float().contiguous()
         call = _ATTENTION.pack(
-            q.data_ptr(), q.stride(0), kv_cache.data_ptr(), kv_cache.stride(0), kv_cache.stride(1), DTYPES[q.dtype],
-            block_table.data_ptr(), block_table.stride(0), query_start_loc.data_ptr(), seq_lens.data_ptr(),
-            seq_lens.numel(), q.shape[1], kv_cache.shape[1], d, block_size, scale, softcap, window, int(causal),
-            _ptr(slopes) or 0, _ptr(sinks) or 0, out.data_ptr(),
-        )  # fmt: skip
+            q.data_ptr(),
+            q.stride(0),
+            kv_cache.data_ptr(),
+            kv_cache.stride(0),
+            kv_cache.stride(1),
+            DTYPES[q.dtype],
+            block_table.data_ptr(),
+            block_table.stride(0),
+            query_start_loc.data_ptr(),
+            seq_lens.data_ptr(),
+            seq_lens.numel(),
+            q.shape[1],
+            kv_cache.shape[1],
+            d,
+            block_size,
+            scale,
+            softcap,
+            window,
+            int(causal),
+            _ptr(slopes) or 0,
+            _ptr(sinks) or 0,
+            out.data_ptr(),
+        )
         self._attention(call)
         return out
 
-    # -- a whole decoder layer ----------------------------------------------------------------------
+    # -- a whole decoder layer ---------------------------------------------------------------------
     def layer_plan(
         self,
         *,
@@ -525,10 +638,12 @@ class Native:
         alibi_slopes: Tensor | None = None,
         sinks: Tensor | None = None,
     ) -> LayerPlan:
-        """Checks and keeps everything about one pre-norm decoder layer (Llama, Qwen2, Qwen3) for `decoder_layer`.
+        """Checks and keeps everything about one pre-norm decoder layer (Llama, Qwen2, Qwen3) for
+        `decoder_layer`.
 
-        gate_up: [2I, H] (gated) or [I, H]. q_norm, k_norm: [head_size], both or none. The tensors must stay alive and
-        in place; the plan holds references. Raises `ValueError` on shapes or dtypes that do not fit together.
+        gate_up: [2I, H] (gated) or [I, H]. q_norm, k_norm: [head_size], both or none. The tensors
+        must stay alive and in place; the plan holds references. Raises `ValueError` on shapes or
+        dtypes that do not fit together.
         """
         hidden, mid = qkv.k, down.k
         biases = [qkv_bias, o_bias, gate_up_bias, down_bias]
@@ -552,11 +667,30 @@ class Native:
             raise ValueError("layer_plan: every tensor must be contiguous")
         bias_dt = next((DTYPES[b.dtype] for b in biases if b is not None), 0)
         packed = _LAYER.pack(
-            qkv.address, o.address, gate_up.address, down.address, *(_ptr(t) or 0 for t in biases + norms), bias_dt,
-            DTYPES[input_norm.dtype], eps, norm_offset, q_heads, kv_heads, head_size, rotary_dim, _ptr(cos_sin_cache) or 0,
-            0 if cos_sin_cache is None else DTYPES[cos_sin_cache.dtype], int(is_neox), ACTS[activation],
-            int(gate_up.n == 2 * mid), scale, softcap, window, _ptr(slopes) or 0, _ptr(sinks) or 0,
-        )  # fmt: skip
+            qkv.address,
+            o.address,
+            gate_up.address,
+            down.address,
+            *(_ptr(t) or 0 for t in biases + norms),
+            bias_dt,
+            DTYPES[input_norm.dtype],
+            eps,
+            norm_offset,
+            q_heads,
+            kv_heads,
+            head_size,
+            rotary_dim,
+            _ptr(cos_sin_cache) or 0,
+            0 if cos_sin_cache is None else DTYPES[cos_sin_cache.dtype],
+            int(is_neox),
+            ACTS[activation],
+            int(gate_up.n == 2 * mid),
+            scale,
+            softcap,
+            window,
+            _ptr(slopes) or 0,
+            _ptr(sinks) or 0,
+        )
         return LayerPlan(
             packed, qkv.dtype, hidden, kv_heads, head_size, (qkv, o, gate_up, down, tensors)
         )
@@ -573,10 +707,12 @@ class Native:
         seq_lens: Tensor,
         slot_mapping: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """hidden[M, H], residual[M, H] or None -> (hidden, residual): one call in place of ten, and the same bits.
+        """hidden[M, H], residual[M, H] or None -> (hidden, residual): one call in place of ten, and
+        the same bits.
 
-        Equal to: (add and) rms_norm, linear, rms_norm of heads, rotary, reshape_and_cache, attention, linear, fused add
-        and rms_norm, linear, act_and_mul, linear. Rows beyond slot_mapping's length are padding.
+        Equal to: (add and) rms_norm, linear, rms_norm of heads, rotary, reshape_and_cache,
+        attention, linear, fused add and rms_norm, linear, act_and_mul, linear. Rows beyond
+        slot_mapping's length are padding.
         """
         m, h = hidden.shape
         block_size, d = _cache_shape(kv_cache)
@@ -598,11 +734,26 @@ class Native:
             _i32(seq_lens),
         )
         step = _STEP.pack(
-            hidden.data_ptr(), 0 if residual is None else residual.data_ptr(), out.data_ptr(), total.data_ptr(),
-            DTYPES[hidden.dtype], m, h, positions.data_ptr(), slots.data_ptr(), slots.numel(), kv_cache.data_ptr(),
-            kv_cache.stride(0), kv_cache.stride(1), block_size, block_table.data_ptr(), block_table.stride(0),
-            query_start_loc.data_ptr(), seq_lens.data_ptr(), seq_lens.numel(),
-        )  # fmt: skip
+            hidden.data_ptr(),
+            0 if residual is None else residual.data_ptr(),
+            out.data_ptr(),
+            total.data_ptr(),
+            DTYPES[hidden.dtype],
+            m,
+            h,
+            positions.data_ptr(),
+            slots.data_ptr(),
+            slots.numel(),
+            kv_cache.data_ptr(),
+            kv_cache.stride(0),
+            kv_cache.stride(1),
+            block_size,
+            block_table.data_ptr(),
+            block_table.stride(0),
+            query_start_loc.data_ptr(),
+            seq_lens.data_ptr(),
+            seq_lens.numel(),
+        )
         if m:
             self._layer(plan.packed, step)
         return out, total
@@ -614,7 +765,8 @@ def _cache_shape(kv_cache: Tensor) -> tuple[int, int]:
     d = double // 2
     if block_size % 16 or d % 16 or kv_cache.stride(3) != 1 or kv_cache.stride(2) != double:
         raise ValueError(
-            f"kv cache {[*kv_cache.shape]}: block size and head size must be multiples of 16, and [block, 2*D] contiguous"
+            f"kv cache {[*kv_cache.shape]}: block size and head size must be multiples of 16, "
+            "and [block, 2*D] contiguous"
         )
     return block_size, d
 

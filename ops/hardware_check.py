@@ -32,6 +32,7 @@ PACKAGES = (
 )
 LONG_SIZES = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256)
 ROW_COUNTS = (1, 7, 63, 184, 736)
+SHAPES = ((1024, 2048), (2048, 6144), (4096, 1536), (5120, 5120), (96, 70))
 NEW_TOKENS = 32
 MORE_PROMPTS = 24
 
@@ -44,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", default="samebits-ascend-report.json", help="the report")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--max-model-len", type=int, default=4096)
+    parser.add_argument("--quick", action="store_true", help="few rows, narrow ops, short prompts")
     parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.part:
@@ -131,7 +133,7 @@ def _without_forced() -> dict[str, str]:
 
 
 def _child(part: str, args: argparse.Namespace) -> dict[str, Any]:
-    return _child_result(_run_child([part, args.dtype], {}))
+    return _child_result(_run_child([part, args.dtype, *(["quick"] if args.quick else [])], {}))
 
 
 def _collectives(size: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -153,7 +155,10 @@ def _model(model: str, size: int, args: argparse.Namespace) -> dict[str, Any]:
     if _devices() < size:
         return {"verdict": "not run", "message": f"{_devices()} devices"}
     words = [model, str(size), args.dtype, str(args.max_model_len)]
-    on = _child_result(_run_child(["engine", *words, "on"], {}))
+    more = ["quick"] if args.quick else []
+    on = _child_result(_run_child(["engine", *words, "on", *more], {}))
+    if args.quick:
+        return on
     off = _step("promise off", lambda: _child_result(_run_child(["engine", *words, "off"], {})))
     off.pop("traceback", None)
     return {**on, "promise_off": off}
@@ -200,7 +205,7 @@ def part_devices() -> dict[str, Any]:
     return {"devices": torch.npu.device_count()}  # type: ignore[attr-defined]
 
 
-def part_ops(dtype: str) -> dict[str, Any]:
+def part_ops(dtype: str, quick: str = "") -> dict[str, Any]:
     """Every op of the table, bound, then compared at all sizes and at the widths of real models."""
     import torch
     import torch_npu  # noqa: F401
@@ -215,12 +220,13 @@ def part_ops(dtype: str) -> dict[str, Any]:
     for row in registry.rows():
         out[row.op] = _verdict(row.check)
     kind = getattr(torch, dtype)
+    sizes = (1, 2, 9) if quick else LONG_SIZES
     for name in bindings_ascend.ATEN:
-        for width, columns in ((1024, 2048), (2048, 6144), (4096, 1536), (5120, 5120), (96, 70)):
+        for width, columns in SHAPES[-1:] if quick else SHAPES:
             label = f"aten::{name} {width}x{columns} {dtype}"
             out[label] = _verdict(
                 lambda n=name, w=width, c=columns: bindings_ascend_check.long_aten(  # type: ignore[misc]
-                    n, LONG_SIZES, w, c, kind
+                    n, sizes, w, c, kind
                 )
             )
     wrong = {op: said for op, said in out.items() if said != "ok"}
@@ -291,7 +297,9 @@ def _collective_speed(x: Any, via: Any) -> dict[str, dict[int, float]]:
     return out
 
 
-def part_engine(model: str, size: str, dtype: str, longest: str, promise: str) -> dict[str, Any]:
+def part_engine(
+    model: str, size: str, dtype: str, longest: str, promise: str, quick: str = ""
+) -> dict[str, Any]:
     """One model in vLLM's engine: equal bits alone, together, shuffled, and beside prompts."""
     from config import determinism
     from config.settings import load
@@ -330,7 +338,9 @@ def part_engine(model: str, size: str, dtype: str, longest: str, promise: str) -
             if said != "ok"
         }
         found |= {"table": ranks[0]["hash"], "checks": len(ranks[0]["checks"]), "wrong": wrong}
-    compared = _compare(llm, int(longest))
+    compared = _compare(
+        llm, int(longest), *((3, 2, 20) if quick else (NEW_TOKENS, MORE_PROMPTS, 3000))
+    )
     found |= compared
     unequal = [name for name, equal in compared["equal"].items() if not equal]
     if promise == "on" and (unequal or found["wrong"]):
@@ -338,19 +348,19 @@ def part_engine(model: str, size: str, dtype: str, longest: str, promise: str) -
     return found
 
 
-def _compare(llm: Any, longest: int) -> dict[str, Any]:
+def _compare(llm: Any, longest: int, new_tokens: int, more: int, most: int) -> dict[str, Any]:
     from vllm import SamplingParams
 
-    limit = min(longest - NEW_TOKENS, 3000)
+    limit = min(longest - new_tokens, most)
     lengths = [n for n in (1, 5, 17, 128, 129, 500, 1500, 3000) if n <= limit]
     prompts = [[(7 * i + 13 * n) % 200 + 10 for i in range(n)] for n in lengths]
-    others = [[(11 * i + n) % 200 + 10 for i in range(20 + 7 * n)] for n in range(MORE_PROMPTS)]
+    others = [[(11 * i + n) % 200 + 10 for i in range(20 + 7 * n)] for n in range(more)]
     others = [other[:limit] for other in others]
 
     def params(i: int) -> Any:
         heat = 0.0 if i % 2 else 1.0
         return SamplingParams(
-            temperature=heat, seed=100 + i, max_tokens=NEW_TOKENS, logprobs=5, ignore_eos=True
+            temperature=heat, seed=100 + i, max_tokens=new_tokens, logprobs=5, ignore_eos=True
         )
 
     def run(which: Sequence[int], extra: Sequence[list[int]] = ()) -> dict[int, str]:
@@ -364,7 +374,7 @@ def _compare(llm: Any, longest: int) -> dict[str, Any]:
     began = time.perf_counter()
     for i in everyone:
         alone |= run([i])
-    one_stream = (time.perf_counter() - began) / (len(prompts) * NEW_TOKENS)
+    one_stream = (time.perf_counter() - began) / (len(prompts) * new_tokens)
     began = time.perf_counter()
     together = run(everyone)
     crowd = run(everyone, others)
@@ -379,7 +389,7 @@ def _compare(llm: Any, longest: int) -> dict[str, Any]:
         "digests": [alone[i] for i in everyone],
         "seconds_per_token_alone": round(one_stream, 5),
         "tokens_per_second_together": round(
-            (2 * len(prompts) + len(others)) * NEW_TOKENS / busy, 1
+            (2 * len(prompts) + len(others)) * new_tokens / busy, 1
         ),
     }
 

@@ -60,6 +60,12 @@ LEADS_TO_OURS: dict[str, str] = {
     "vllm::all_reduce": "calls the device communicator, which is ours",
     "vllm::reduce_scatter": "calls the device communicator, which is ours",
     "vllm::all_gather": "moves bits, computes none",
+    # what ops.collectives moves bytes with
+    "_C::shm_all_gather": "moves bits, computes none",
+    "_C::shm_gather": "moves bits, computes none",
+    "c10d::_allgather_base_": "moves bits, computes none",
+    "c10d::alltoall_base_": "moves bits, computes none",
+    "c10d::gather_": "moves bits, computes none",
     # vllm-ascend's, with flashcomm off (the table forces it)
     "vllm::unquantized_gemm": "calls aten::linear, which is ours",
     "vllm::maybe_chunk_residual": "hands the residual on as it is",

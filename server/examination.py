@@ -28,7 +28,7 @@ WANTED_VLLM = {"cpu": "0.23.0", "cuda": "0.23.0", "npu": "0.23.0.post1"}
 # check of its ops at the start; nobody knows before.
 PROVEN = frozenset(
     "LlamaForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM GPT2LMHeadModel "
-    "OPTForCausalLM GemmaForCausalLM Gemma2ForCausalLM".split()
+    "OPTForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM".split()
 )
 PROCESS_BYTES = 3 << 30  # torch, vLLM and their workspaces, beside weights and KV cache
 KERNEL_PROBE = (

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from server.examination import PROVEN
+
 ROOT = Path(__file__).parents[2]
 COLUMNS = ("CPU", "CUDA", "Ascend")
 # What the promise is about. Each must have its row.
@@ -101,3 +103,8 @@ def test_no_condition_is_left_out():
 )
 def test_a_false_cell_is_found(cell, sources):
     assert faults_of(cell, sources)
+
+
+def test_the_doctor_calls_proven_what_the_tests_make():
+    made = (ROOT / "tests" / "engine" / "small_models.py").read_text(encoding="utf-8")
+    assert set(re.findall(r'"(\w+(?:ForCausalLM|LMHeadModel))"', made)) == PROVEN

@@ -253,8 +253,23 @@ class _MintingEngine:
         async with aclosing(source) as outputs:
             async for output in outputs:
                 answer.add(output)
-                changes: dict[str, Any] = {"logprobs": None} if hidden else {}
+                receipt = None
                 if output.finish_reason is not None and output.finish_reason != "abort":
                     receipt = await self._minter.mint(prompt, sampling, request_id, answer)
-                    changes["receipt"] = receipt if self._wanted else None
-                yield dataclasses.replace(output, **changes) if changes else output
+                yield _shown(output, hidden, receipt if self._wanted else None)
+
+
+def _shown(output: Output, hidden: bool, receipt: Mapping[str, Any] | None) -> Output:
+    """The output as the handlers see it. Written out: `dataclasses.replace` costs five times as
+    much.
+    """
+    return Output(
+        output.text,
+        output.token_ids,
+        None if hidden else output.logprobs,
+        output.prompt_logprobs,
+        output.finish_reason,
+        output.stop_reason,
+        output.num_cached_tokens,
+        receipt,
+    )

@@ -191,6 +191,18 @@ async def test_without_logprobs_the_receipt_says_so():
     assert receipt["logprobs_sha256"] is None and receipt["num_tokens"] == 1
 
 
+async def test_nothing_else_of_an_output_is_lost():
+    """Every field, also one that Output gains later, comes through."""
+    position = Position(TokenLogprob(1, -0.5, 1, "x"), ())
+    whole = Output("x", (1,), (position,), (None, position), "stop", "s", 3)
+    values = [getattr(whole, f.name) for f in dataclasses.fields(Output) if f.name != "receipt"]
+    defaults = [f.default for f in dataclasses.fields(Output) if f.name != "receipt"]
+    assert not any(a == b for a, b in zip(values, defaults, strict=True)), "give it a value here"
+    engine = OneOutput(whole)
+    (seen,) = await answer(engine, Minter(engine), Sampling(3, logprobs=1), wanted=True)
+    assert dataclasses.replace(seen, receipt=None) == whole and seen.receipt
+
+
 async def test_a_scored_prompt_has_no_receipt():
     engine = OneOutput(Output(finish_reason="length"))
     outputs = await answer(engine, Minter(engine), Sampling(0, prompt_logprobs=0))

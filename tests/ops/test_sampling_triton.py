@@ -55,6 +55,7 @@ for fused in (False, True):
             ASTSource(kernel, signature=types, constexprs=constants),
             target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": fused},
         )
+        assert ".ftz" not in built.asm["ptx"]
         found += len(re.findall(r"\\bfma\\.", built.asm["ptx"]))
     print(fused, found)
     assert (found > 0) == fused  # fusing is what would move bits; the launcher turns it off

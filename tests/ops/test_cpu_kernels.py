@@ -124,6 +124,27 @@ def _round_sum_once(product: Tensor, acc: Tensor) -> Tensor:
     return bits.view(torch.float64).float()
 
 
+@pytest.mark.parametrize("size", [1.0, 1e-19, 1e-38], ids=str)
+def test_the_dot_product_instruction_gives_the_bits_of_fmas(kernels, size):
+    """bf16, also where sums and inputs are denormal: flushed on every path, or the paths would part."""
+    if not kernels.set_dot(True):
+        pytest.skip("this CPU has no bf16 dot product, or it is not two FMAs")
+    narrow = load("avx2")
+    try:
+        for n, k in ((49, 80), (33, 13), (7, 1), (96, 2049), (576, 576)):
+            packed = kernels.pack_weight(rand(n, k, dtype=torch.bfloat16, std=size))
+            x = rand(40, k, dtype=torch.bfloat16, std=size if size > 1e-30 else 1.0)
+            for m in (1, 2, 3, 7, 12, 13, 40):
+                kernels.set_dot(True)
+                fast = kernels.linear(x[:m], packed)
+                kernels.set_dot(False)
+                assert same(kernels.linear(x[:m], packed), fast), (n, k, m)
+                assert same(narrow.linear(x[:m], packed), fast), (n, k, m)
+                assert same(kernels.linear(x[:m].float(), packed).bfloat16(), fast), (n, k, m)
+    finally:
+        kernels.set_dot(True)
+
+
 @pytest.mark.parametrize("threads", [1, 2, 4])
 def test_threads_change_no_bit(kernels, threads):
     x, packed = rand(65, 576), kernels.pack_weight(rand(1003, 576, std=0.03))

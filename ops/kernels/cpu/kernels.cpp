@@ -14,7 +14,9 @@ API void sb_runtime(void* parallel_entry, void* thread_entry, void* team_entry, 
   runtime.thread = (int_fn)thread_entry;
   runtime.team = (int_fn)team_entry;
   runtime.threads = threads;
+  use_dot = dot_is_two_fmas();
 }
+API int sb_dot(int want) { return use_dot = want && dot_is_two_fmas(); }
 API void sb_threads(int threads) { runtime.threads = threads < 1 ? 1 : threads; }
 
 API void sb_pack(const void* src, int64_t ld, void* dst, int dt, int64_t n, int64_t k) { pack_run(src, ld, dst, dt, n, k); }

@@ -5,7 +5,14 @@
 // the thread count or the instruction set. Between blocks of k the accumulators rest in memory as fp32, unrounded.
 //
 // Packed weights: panels of sixteen rows of w, each stored [k][16]; the last panel of a width that sixteen does not
-// divide is stored [k][n % 16]. A panel takes exactly the bytes of its rows, so packing happens in place.
+// divide is stored [k][n % 16]. A panel takes exactly the bytes of its rows, so packing happens in place. bf16 panels
+// hold k in pairs, [k / 2][16][2] with the odd k first, then [16] for a last k without partner: the upper half of
+// each 32 bits is then the even k as fp32, the lower half one shift away.
+//
+// bf16 weights and VDPBF16PS: that instruction is two FMAs, upper half first, each rounded to nearest, denormals
+// taken and given as zero. So with bf16 weights every path runs with denormals flushed, and the instruction, where
+// the CPU has it and dot_is_two_fmas() saw it agree, gives the bits of the FMAs at twice the speed. (AArch64 decides
+// "denormal" before rounding, x86 after: a sum within 2^-25 below 2^-126 is the one case where they could differ.)
 #pragma once
 #include "pool.h"
 
@@ -50,32 +57,110 @@ static inline void micro(const float* a, int64_t lda, const typename T::S* const
     SB_UNROLL for (int p = 0; p < P; p++) vstore(c + r * ldc + p * LANES, acc[r][p]);
 }
 
+// The same over bf16 pairs: `pairs` of them; a holds fp32.
+template <int R, int P>
+static inline void micro_pairs(const float* a, int64_t lda, const uint16_t* const* b, int64_t pairs, float* c, int64_t ldc,
+                               bool first) {
+  V16 acc[R][P];
+  const uint16_t* bp[P];
+  SB_UNROLL for (int p = 0; p < P; p++) bp[p] = b[p];
+  SB_UNROLL for (int r = 0; r < R; r++)
+    SB_UNROLL for (int p = 0; p < P; p++) acc[r][p] = first ? vzero() : vload(c + r * ldc + p * LANES);
+  for (int64_t k = 0; k < pairs; k++) {
+    V16 even[P], odd[P];
+    SB_UNROLL for (int p = 0; p < P; p++) {
+      const V16 both = vload((const float*)(const void*)bp[p]);
+      even[p] = vbit_and(both, 0xffff0000u);
+      odd[p] = vbit_shl16(both);
+      if (R <= 4) __builtin_prefetch((const char*)bp[p] + 512);
+      bp[p] += 2 * LANES;
+    }
+    SB_UNROLL for (int r = 0; r < R; r++) {
+      const V16 x0 = vset1(a[r * lda + 2 * k]), x1 = vset1(a[r * lda + 2 * k + 1]);
+      SB_UNROLL for (int p = 0; p < P; p++) acc[r][p] = vfma(x1, odd[p], vfma(x0, even[p], acc[r][p]));
+    }
+  }
+  SB_UNROLL for (int r = 0; r < R; r++)
+    SB_UNROLL for (int p = 0; p < P; p++) vstore(c + r * ldc + p * LANES, acc[r][p]);
+}
+using PairsFn = void (*)(const float*, int64_t, const uint16_t* const*, int64_t, float*, int64_t, bool);
+
+#if SB_AVX512 && (defined(__clang__) || __GNUC__ >= 10)
+#define SB_DOT 1
+#define SB_DOT_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma,f16c,avx2")))
+// And with the dot product instruction; a holds pairs of bf16, even k in the upper half, lda counts pairs.
+template <int R, int P>
+SB_DOT_TARGET static void micro_dot(const float* a, int64_t lda, const uint16_t* const* b, int64_t pairs, float* c, int64_t ldc,
+                                    bool first) {
+  __m512 acc[R][P];
+  const uint16_t* bp[P];
+  SB_UNROLL for (int p = 0; p < P; p++) bp[p] = b[p];
+  SB_UNROLL for (int r = 0; r < R; r++)
+    SB_UNROLL for (int p = 0; p < P; p++)
+      acc[r][p] = first ? _mm512_setzero_ps() : _mm512_loadu_ps(c + r * ldc + p * LANES);
+  for (int64_t k = 0; k < pairs; k++) {
+    __m512i w[P];
+    SB_UNROLL for (int p = 0; p < P; p++) {
+      w[p] = _mm512_loadu_si512(bp[p]);
+      if (R <= 4) __builtin_prefetch((const char*)bp[p] + 512);
+      bp[p] += 2 * LANES;
+    }
+    SB_UNROLL for (int r = 0; r < R; r++) {
+      const __m512i x = _mm512_castps_si512(_mm512_set1_ps(a[r * lda + k]));
+      SB_UNROLL for (int p = 0; p < P; p++) acc[r][p] = _mm512_dpbf16_ps(acc[r][p], (__m512bh)x, (__m512bh)w[p]);
+    }
+  }
+  SB_UNROLL for (int r = 0; r < R; r++)
+    SB_UNROLL for (int p = 0; p < P; p++) _mm512_storeu_ps(c + r * ldc + p * LANES, acc[r][p]);
+}
+#else
+#define SB_DOT 0
+#endif
+static bool use_dot = false;
+
 template <class T>
 using MicroFn = void (*)(const float*, int64_t, const typename T::S* const*, int64_t, int64_t, float*, int64_t, bool);
 
-template <int R, class T> static MicroFn<T> micro_wide(int panels) {
-  if (panels == 4 && panels_for(R) >= 4) return micro<R, panels_for(R) >= 4 ? 4 : 1, T>;
-  if (panels == 2 && panels_for(R) >= 2) return micro<R, panels_for(R) >= 2 ? 2 : 1, T>;
-  return micro<R, 1, T>;
+// Which function makes a tile of `rows` x `panels`: Make<R, P>::fn for every shape that a CPU's registers hold.
+template <template <int, int> class Make, int R> static auto tile_wide(int panels) -> decltype(Make<1, 1>::fn()) {
+  constexpr int MOST = panels_for(R);
+  if (panels == 4 && MOST >= 4) return Make<R, MOST >= 4 ? 4 : 1>::fn();
+  if (panels == 2 && MOST >= 2) return Make<R, MOST >= 2 ? 2 : 1>::fn();
+  return Make<R, 1>::fn();
 }
-template <class T> static MicroFn<T> micro_of(int rows, int panels) {
+template <template <int, int> class Make> static auto tile_of(int rows, int panels) -> decltype(Make<1, 1>::fn()) {
   switch (rows) {
-    case 1: return micro_wide<1, T>(panels);
-    case 2: return micro_wide<2, T>(panels);
-    case 3: return micro_wide<3, T>(panels);
-    case 4: return micro_wide<4, T>(panels);
-    case 5: return micro_wide<5, T>(panels);
-    case 6: return micro_wide<6, T>(panels);
+    case 1: return tile_wide<Make, 1>(panels);
+    case 2: return tile_wide<Make, 2>(panels);
+    case 3: return tile_wide<Make, 3>(panels);
+    case 4: return tile_wide<Make, 4>(panels);
+    case 5: return tile_wide<Make, 5>(panels);
+    case 6: return tile_wide<Make, 6>(panels);
 #if SB_AVX512
-    case 7: return micro_wide<7, T>(panels);
-    case 8: return micro_wide<8, T>(panels);
-    case 9: return micro_wide<9, T>(panels);
-    case 10: return micro_wide<10, T>(panels);
-    case 11: return micro_wide<11, T>(panels);
-    case 12: return micro_wide<12, T>(panels);
+    case 7: return tile_wide<Make, 7>(panels);
+    case 8: return tile_wide<Make, 8>(panels);
+    case 9: return tile_wide<Make, 9>(panels);
+    case 10: return tile_wide<Make, 10>(panels);
+    case 11: return tile_wide<Make, 11>(panels);
+    case 12: return tile_wide<Make, 12>(panels);
 #endif
   }
   abort();
+}
+template <class T> struct Plain {
+  template <int R, int P> struct Tile { static MicroFn<T> fn() { return micro<R, P, T>; } };
+};
+template <int R, int P> struct PairTile { static PairsFn fn() { return micro_pairs<R, P>; } };
+template <class T> static MicroFn<T> micro_of(int rows, int panels) { return tile_of<Plain<T>::template Tile>(rows, panels); }
+#if SB_DOT
+template <int R, int P> struct DotTile { static PairsFn fn() { return micro_dot<R, P>; } };
+#endif
+static PairsFn pairs_of(int rows, int panels, bool dot) {
+#if SB_DOT
+  if (dot) return tile_of<DotTile>(rows, panels);
+#endif
+  (void)dot;
+  return tile_of<PairTile>(rows, panels);
 }
 
 struct Linear {
@@ -93,6 +178,15 @@ template <class T> static void rows_to_f32(const void* x, int64_t ldx, int64_t m
   }
 }
 
+// bf16 rows as pairs with the even k in the upper half; lda counts pairs. A last k without partner is left out.
+static void rows_to_pairs(const void* x, int64_t ldx, int64_t m, int64_t k, float* a, int64_t lda) {
+  for (int64_t r = 0; r < m; r++) {
+    const uint16_t* s = (const uint16_t*)x + r * ldx;
+    uint32_t* d = (uint32_t*)(void*)(a + r * lda);
+    for (int64_t i = 0; i < k / 2; i++) d[i] = (uint32_t)s[2 * i] << 16 | s[2 * i + 1];
+  }
+}
+
 // acc (+ bias) -> one rounding -> out, for `rows` rows and `cols` columns from column `n0`.
 template <class TO, class TB>
 static void finish(const Linear& l, const float* c, int64_t ldc, int64_t row, int rows, int64_t n0, int cols) {
@@ -107,22 +201,63 @@ static void finish(const Linear& l, const float* c, int64_t ldc, int64_t row, in
   }
 }
 
+// The rows of x as the tiles read them: fp32, or pairs for the dot product. Copied where the input is narrower, and where
+// many rows a power of two apart would share cache sets.
+struct Input { const float* a; int64_t lda; };
+static Input input_of(const Linear& l, int64_t m0, int64_t m, bool dot) {
+  if (l.xdt == F32 && (m <= 2 || (l.ldx & 255))) return {(const float*)l.x + m0 * l.ldx, l.ldx};
+  const int64_t lda = (((dot ? l.k / 2 : l.k) + 15) & ~(int64_t)15) + LANES;
+  float* t = scratch<0>((size_t)(m * lda));
+  SB_DISPATCH(l.xdt, TX, {
+    const typename TX::S* x = (const typename TX::S*)l.x + m0 * l.ldx;
+    if (dot) rows_to_pairs(x, l.ldx, m, l.k, t, lda);
+    else rows_to_f32<TX>(x, l.ldx, m, l.k, t, lda);
+  });
+  return {t, lda};
+}
+
+// A narrow last panel with zeros beside it, so that it can be read as a wide one.
+template <class S> static const S* unfold(const S* base, int cols, int64_t k, bool pairs) {
+  S* wide = (S*)scratch<2>((size_t)(k * LANES));
+  memset(wide, 0, sizeof(S) * (size_t)(k * LANES));
+  const int64_t even = pairs ? k / 2 : 0;
+  for (int64_t i = 0; i < even; i++) memcpy(wide + i * 2 * LANES, base + i * 2 * cols, sizeof(S) * 2 * (size_t)cols);
+  for (int64_t i = 2 * even; i < k; i++) memcpy(wide + i * LANES, base + i * cols, sizeof(S) * (size_t)cols);
+  return wide;
+}
+
+// One tile over k0..k0+kl. For bf16: the pairs, and with the end of k the one without partner.
+template <class T>
+static void tile(const Linear& l, Input in, int64_t row, int rows, const typename T::S* const* b, int panels, int64_t k0,
+                 int64_t kl, float* c, int64_t ldc, bool dot, int64_t m0) {
+  if constexpr (!T::PAIRS) {
+    micro_of<T>(rows, panels)(in.a + row * in.lda + k0, in.lda, b, LANES, kl, c, ldc, k0 == 0);
+  } else {
+    pairs_of(rows, panels, dot)(in.a + row * in.lda + (dot ? k0 / 2 : k0), in.lda, b, kl / 2, c, ldc, k0 == 0);
+    if (kl % 2 == 0) return;
+    const typename T::S* last[MAX_PANELS];
+    for (int p = 0; p < panels; p++) last[p] = b[p] + (kl - 1) * LANES;
+    float one[MAX_ROWS];
+    for (int r = 0; r < rows; r++)
+      SB_DISPATCH(l.xdt, TX, {
+        float lanes[LANES];
+        vstore(lanes, load_n<TX>((const typename TX::S*)l.x + (m0 + row + r) * l.ldx + l.k - 1, 1));
+        one[r] = lanes[0];
+      });
+    micro_of<T>(rows, panels)(one, 1, last, LANES, 1, c, ldc, false);
+  }
+}
+
 // Rows [m0, m1) and panels [p0, p1) of the product, by one thread.
 template <class T> static void linear_part(const Linear& l, int64_t m0, int64_t m1, int64_t p0, int64_t p1) {
   typedef typename T::S S;
   const int64_t m = m1 - m0, k = l.k;
   if (m <= 0 || p0 >= p1) return;
-  const float* a = (const float*)l.x + m0 * l.ldx;
-  int64_t lda = l.ldx;
-  // A copy in fp32 where the input is narrower, and where many rows a power of two apart would share cache sets.
-  if (l.xdt != F32 || (m > 2 && (lda & 255) == 0)) {
-    lda = ((k + 15) & ~(int64_t)15) + LANES;
-    float* t = scratch<0>((size_t)(m * lda));
-    SB_DISPATCH(l.xdt, TX, rows_to_f32<TX>((const typename TX::S*)l.x + m0 * l.ldx, l.ldx, m, k, t, lda));
-    a = t;
-  }
+  FlushedFloats flushed(T::PAIRS);
+  const bool dot = T::PAIRS && use_dot && l.xdt == BF16;
+  const Input in = input_of(l, m0, m, dot);
   const int64_t blocks = (m + MAX_ROWS - 1) / MAX_ROWS;
-  const int64_t k_block = blocks == 1 ? k : (sizeof(S) == 4 ? 512 : 1024);
+  const int64_t k_block = blocks == 1 ? k : (sizeof(S) == 4 ? 512 : 1024);  // even
   // One or two rows of a large weight wait for memory: one panel after the other is one stream to prefetch.
   const bool streaming = m <= 2 && l.n * k * (int64_t)sizeof(S) > 1 << 19;
   const int most = streaming ? 1 : panels_for((int)((m + blocks - 1) / blocks));
@@ -134,14 +269,9 @@ template <class T> static void linear_part(const Linear& l, int64_t m0, int64_t 
     if (panels > 0) panels = panels_now(panels, most);
     const S* base = (const S*)l.w + p * LANES * k;
     int cols = panels * LANES;
-    if (!panels) {  // unfold the narrow panel
+    if (!panels) {
       cols = (int)(l.n - full * LANES);
-      S* wide = (S*)scratch<2>((size_t)(k * LANES));
-      for (int64_t i = 0; i < k; i++) {
-        memset(wide + i * LANES, 0, sizeof(S) * LANES);
-        memcpy(wide + i * LANES, base + i * cols, sizeof(S) * (size_t)cols);
-      }
-      base = wide;
+      base = unfold(base, cols, k, T::PAIRS);
       panels = 1;
     }
     for (int64_t k0 = 0; k0 < k || k0 == 0; k0 += k_block) {
@@ -150,7 +280,7 @@ template <class T> static void linear_part(const Linear& l, int64_t m0, int64_t 
       for (int i = 0; i < panels; i++) b[i] = base + (i * k + k0) * LANES;
       for (int64_t q = 0, r = 0; q < blocks; q++) {  // rows in blocks of nearly equal height
         int rows = (int)(m * (q + 1) / blocks - r);
-        micro_of<T>(rows, panels)(a + r * lda + k0, lda, b, LANES, kl, c + r * ldc, ldc, k0 == 0);
+        tile<T>(l, in, r, rows, b, panels, k0, kl, c + r * ldc, ldc, dot, m0);
         if (k0 + k_block >= k)
           SB_DISPATCH(l.odt, TO, SB_DISPATCH(l.bdt, TB, finish<TO, TB>(l, c + r * ldc, ldc, m0 + r, rows, p * LANES, cols)));
         r += rows;
@@ -177,4 +307,38 @@ static void linear_run(const Linear& l, int64_t m) {
       SB_DISPATCH(l.wdt, T, linear_part<T>(l, r0, r1, p0, p1));
     }
   });
+}
+
+// True if this CPU's dot product gives, bit for bit, what two FMAs with flushed denormals give; looked at once, at load.
+static bool dot_is_two_fmas() {
+#if SB_DOT
+  if (!__builtin_cpu_supports("avx512bf16")) return false;
+  FlushedFloats flushed(true);
+  uint32_t seed = 1;
+  auto draw = [&] { return seed = seed * 1664525u + 1013904223u, seed >> 8; };
+  for (int round = 0; round < 2000; round++) {
+    // near one another; anything; near or below the smallest normal numbers
+    const uint32_t kind = (uint32_t)round % 3, low = kind == 0 ? 120 : kind == 1 ? 1 : 0, width = kind == 0 ? 14 : kind == 1 ? 253 : 70;
+    auto number = [&](uint32_t e0, uint32_t span) { return (draw() & 1) << 31 | (e0 + draw() % span) << 23 | (draw() & 0x7fffff); };
+    uint32_t bits[LANES];
+    uint16_t w[2 * LANES + 512] = {};  // the prefetch looks ahead
+    float a[2], want[LANES], got[LANES], x[2];
+    for (int i = 0; i < 2 * LANES; i++) w[i] = (uint16_t)(number(low, width) >> 16);
+    for (uint32_t& v : bits) v = number(low, width);
+    const uint32_t x0 = number(low, width) & 0xffff0000u, x1 = number(low, width) & 0xffff0000u, pair = x0 | x1 >> 16;
+    memcpy(x, &x0, 4);
+    memcpy(x + 1, &x1, 4);
+    memcpy(a, &pair, 4);
+    memcpy(want, bits, sizeof want);
+    memcpy(got, bits, sizeof got);
+    const uint16_t* b[1] = {w};
+    micro_pairs<1, 1>(x, 2, b, 1, want, LANES, false);
+    micro_dot<1, 1>(a, 1, b, 1, got, LANES, false);
+    for (int i = 0; i < LANES; i++)
+      if (memcmp(want + i, got + i, 4) != 0 && !(want[i] != want[i] && got[i] != got[i])) return false;
+  }
+  return true;
+#else
+  return false;
+#endif
 }

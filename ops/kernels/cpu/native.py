@@ -155,6 +155,7 @@ class Native:
         self.threads = (threads or torch.get_num_threads()) if runtime else 1
         entries = [ctypes.cast(f, c_void_p) for f in runtime] if runtime else [None, None, None]
         lib.sb_runtime(*entries, self.threads)
+        self.dot = bool(lib.sb_dot(1))
         self._linear, self._rms, self._add_rms = lib.sb_linear, lib.sb_rms_norm, lib.sb_add_rms_norm
         self._act, self._rotary = lib.sb_act, lib.sb_rotary
         self._layer = lib.sb_layer
@@ -164,6 +165,12 @@ class Native:
         """How many threads a call may use. Changes speed, never bits."""
         self.threads = max(1, threads)
         self._c.sb_threads(self.threads)
+
+    def set_dot(self, on: bool) -> bool:
+        """Lets bf16 products use the CPU's dot product instruction where it was seen to be two FMAs,
+        bit for bit. Changes speed, never bits. Returns whether it is used."""
+        self.dot = bool(self._c.sb_dot(int(on)))
+        return self.dot
 
     def burn_fma(self, iterations: int) -> float:
         """Does nothing but fused multiply-adds on every thread; returns how many flops it did. A

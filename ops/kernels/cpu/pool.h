@@ -32,6 +32,34 @@ struct PlainFloats {
 #endif
 };
 
+// Denormals taken and given as zero, while `on`; for products with bf16 weights (linear.h says why).
+struct FlushedFloats {
+  bool on;
+#if SB_NEON
+  uint64_t saved = 0;
+  explicit FlushedFloats(bool want) : on(want) {
+    if (!on) return;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(saved));
+    uint64_t flush = (uint64_t)1 << 24;
+    __asm__ volatile("msr fpcr, %0" ::"r"(flush) : "memory");
+  }
+  ~FlushedFloats() { if (on) __asm__ volatile("msr fpcr, %0" ::"r"(saved) : "memory"); }
+#else
+  unsigned saved = 0;
+  explicit FlushedFloats(bool want) : on(want) {
+    if (!on) return;
+    saved = _mm_getcsr();
+    _mm_setcsr(0x9fc0u);
+    __asm__ volatile("" ::: "memory");  // no arithmetic between loads and stores moves out
+  }
+  ~FlushedFloats() {
+    if (!on) return;
+    __asm__ volatile("" ::: "memory");
+    _mm_setcsr(saved);
+  }
+#endif
+};
+
 SB_INLINE void cpu_relax() {
 #if SB_NEON
   __asm__ volatile("yield");

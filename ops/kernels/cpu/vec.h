@@ -56,6 +56,7 @@ SB_INLINE V16 vbit_shl23_add(V16 a, uint32_t add) {
   return {_mm512_castsi512_ps(
       _mm512_add_epi32(_mm512_slli_epi32(_mm512_castps_si512(a.v), 23), _mm512_set1_epi32((int)add)))};
 }
+SB_INLINE V16 vbit_shl16(V16 a) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(a.v), 16))}; }
 SB_INLINE V16 vload_bf16(const uint16_t* p) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16))};
 }
@@ -100,6 +101,10 @@ SB_INLINE __m256 sb_shl23_add(__m256 x, uint32_t add) {
       _mm256_add_epi32(_mm256_slli_epi32(_mm256_castps_si256(x), 23), _mm256_set1_epi32((int)add)));
 }
 SB_INLINE V16 vbit_shl23_add(V16 x, uint32_t add) { return {sb_shl23_add(x.a, add), sb_shl23_add(x.b, add)}; }
+SB_INLINE V16 vbit_shl16(V16 x) {
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(x.a), 16)),
+          _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(x.b), 16))};
+}
 SB_INLINE V16 vload_bf16(const uint16_t* p) {
   __m256i lo = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
   __m256i hi = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(p + 8)));
@@ -151,6 +156,9 @@ SB_INLINE V16 vbit_or(V16 a, V16 b) {
 SB_INLINE V16 vbit_shl23_add(V16 a, uint32_t add) {
   SB_EACH(vreinterpretq_f32_u32(vaddq_u32(vshlq_n_u32(vreinterpretq_u32_f32(a.q[i]), 23), vdupq_n_u32(add))));
 }
+SB_INLINE V16 vbit_shl16(V16 a) {
+  SB_EACH(vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_f32(a.q[i]), 16)));
+}
 SB_INLINE V16 vload_bf16(const uint16_t* p) { SB_EACH(vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p + 4 * i), 16))); }
 SB_INLINE V16 vload_f16(const uint16_t* p) { SB_EACH(vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i)))); }
 SB_INLINE void vstore_bf16(uint16_t* p, V16 a) {
@@ -170,16 +178,19 @@ SB_INLINE void vstore_f16(uint16_t* p, V16 a) {
 
 // Element types: how sixteen stored numbers become sixteen fp32 lanes (always exactly) and back (nearest even).
 struct TF32 {
+  static constexpr bool PAIRS = false;  // packed weights hold k in pairs
   typedef float S;
   SB_INLINE V16 ld(const S* p) { return vload(p); }
   SB_INLINE void st(S* p, V16 a) { vstore(p, a); }
 };
 struct TBF16 {
+  static constexpr bool PAIRS = true;  // packed weights hold k in pairs
   typedef uint16_t S;
   SB_INLINE V16 ld(const S* p) { return vload_bf16(p); }
   SB_INLINE void st(S* p, V16 a) { vstore_bf16(p, a); }
 };
 struct TF16 {
+  static constexpr bool PAIRS = false;  // packed weights hold k in pairs
   typedef uint16_t S;
   SB_INLINE V16 ld(const S* p) { return vload_f16(p); }
   SB_INLINE void st(S* p, V16 a) { vstore_f16(p, a); }

@@ -108,7 +108,7 @@ class Settings(BaseSettings):
     ssl_keyfile: str | None = Field(None)
     ssl_certfile: str | None = Field(None)
     strict: bool = Field(True, description="unknown request fields are a 400, not a warning")
-    max_body_bytes: int = Field(8 << 20, ge=1024, description="largest request body")
+    max_body_bytes: int = Field(4 << 20, ge=1024, description="largest request body")
     max_prompts: int = Field(256, ge=1, description="prompts in one request")
     max_n: int = Field(128, ge=1, description="choices per prompt")
     max_choices: int = Field(1024, ge=1, description="prompts × n in one request")

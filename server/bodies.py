@@ -9,6 +9,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from server.errors import WrongContentType
+from server.limits import check_counts
 from server.protocol import Body
 from server.service import ClientGone, service_of
 from server.wire import dumps, loads
@@ -26,7 +27,9 @@ async def read_body(request: Request, model: type[B]) -> B:
         raw = await request.body()
     except ClientDisconnect:
         raise ClientGone from None
-    return model.read(loads(raw, max_depth=settings.max_json_depth), strict=settings.strict)
+    found = loads(raw, max_depth=settings.max_json_depth)
+    check_counts(found, settings)
+    return model.read(found, strict=settings.strict)
 
 
 def json_answer(

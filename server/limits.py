@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -28,14 +28,24 @@ def check_model(model: str | None, info: ModelInfo) -> None:
         )
 
 
+def check_counts(raw: Mapping[str, Any], settings: Settings) -> None:
+    """Counts of entries, before any of them is looked at. Raises `InvalidRequest`."""
+    for field, limit, unit in (
+        ("logit_bias", settings.max_logit_bias, "entries"),
+        ("bad_words", settings.max_bad_words, "entries"),
+        ("stop", settings.max_stop, "stop texts"),
+        ("stop_token_ids", MAX_TOKEN_ID_LISTS, "entries"),
+    ):
+        value = raw.get(field)
+        if isinstance(value, list | dict):
+            _at_most(field, len(value), limit, unit)
+
+
 def check_sampling(body: SamplingFields, settings: Settings, info: ModelInfo) -> None:
     """Counts, lengths and token ids of the fields that completions and chat share. Raises
     `InvalidRequest`.
     """
     _at_most("n", body.n, settings.max_n)
-    _at_most("logit_bias", len(body.logit_bias), settings.max_logit_bias, "entries")
-    _at_most("bad_words", len(body.bad_words), settings.max_bad_words, "entries")
-    _at_most("stop_token_ids", len(body.stop_token_ids), MAX_TOKEN_ID_LISTS, "entries")
     for index, word in enumerate(body.bad_words):
         if not word.strip() or len(word) > settings.max_stop_chars:
             raise InvalidRequest(
@@ -105,13 +115,12 @@ def max_logprobs(settings: Settings, info: ModelInfo) -> int:
 
 
 def read_stop(value: Any, settings: Settings) -> tuple[str, ...]:
-    """`stop` as a tuple. Raises `InvalidRequest` on too many, too long, empty or no texts."""
+    """`stop` as a tuple. Raises `InvalidRequest` on too long, empty or no texts."""
     if value is None:
         return ()
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list):
         raise InvalidRequest("stop: should be a text or a list of texts", param="stop")
-    _at_most("stop", len(stops), settings.max_stop, "stop texts")
     for index, text in enumerate(stops):
         where = "stop" if isinstance(value, str) else f"stop[{index}]"
         if not isinstance(text, str):

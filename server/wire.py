@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
 from server.errors import InvalidRequest
@@ -17,6 +18,11 @@ _encoder = json.JSONEncoder(
     ensure_ascii=False, allow_nan=False, separators=(",", ":"), check_circular=False
 )
 _encode = _encoder.encode
+
+
+# Only such numbers can overflow; without any, floats are read by the fast path of the parser.
+_MAY_OVERFLOW = re.compile(rb"[0-9][eE]\+?0*[0-9]{3}|[0-9]{300}")
+MAX_CONTAINERS = 50_000  # arrays and objects in one body, where there are many brackets at all
 
 
 def dumps(value: Any) -> bytes:
@@ -58,7 +64,7 @@ def loads(body: bytes, *, max_depth: int) -> dict[str, Any]:
         text = body.decode("utf-8")
         value = json.loads(
             text,
-            parse_float=reader.number,
+            parse_float=reader.number if _MAY_OVERFLOW.search(body) else None,
             parse_constant=reader.constant,
             object_pairs_hook=reader.pairs,
         )
@@ -90,15 +96,17 @@ def _check_depth(body: bytes, value: Any, max_depth: int) -> None:
     """
     if body.count(b"[") + body.count(b"{") <= max_depth:
         return
-    level, depth = [value], 1
+    level, depth, seen = [value], 1, 1
     while level:
         if depth > max_depth:
             raise InvalidRequest(f"the body is nested deeper than {max_depth} levels")
+        if seen > MAX_CONTAINERS:
+            raise InvalidRequest(f"the body holds more than {MAX_CONTAINERS} arrays and objects")
         below: list[Any] = []
         for node in level:
             leaves = node.values() if isinstance(node, dict) else node
             below += [leaf for leaf in leaves if isinstance(leaf, dict | list)]
-        level, depth = below, depth + 1
+        level, depth, seen = below, depth + 1, seen + len(below)
 
 
 def _has_surrogate(leaf: Any) -> bool:

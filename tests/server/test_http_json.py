@@ -63,6 +63,22 @@ def test_deep_nesting(live: Live, depth: int, brackets: str) -> None:
     assert "nested" in strict(answer.text)["error"]["message"]
 
 
+def test_many_containers(live: Live) -> None:
+    answer = live.raw('{"prompt": "a", "metadata": {"m": [' + "[]," * 60_000 + "[]]}}")
+    assert answer.status_code == 400
+    assert "50000" in answer.text
+    answer = live.raw('{"prompt": "a", "max_tokens": 1, "user": "' + "[" * 9_000 + '"}')
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("number", ["1e0999", "1E+400", "9" * 309 + ".0", "-1e309"])
+def test_overflow_in_odd_spellings(live: Live, number: str) -> None:
+    answer = live.raw(f'{{"prompt": "a", "temperature": {number}}}')
+    assert answer.status_code == 400
+    assert strict(answer.text)["error"]["param"] == "temperature"
+    assert live.raw('{"prompt": "a", "temperature": 1e-400}').status_code == 200
+
+
 def test_nesting_up_to_the_limit(live: Live) -> None:
     deep = "[" * 62 + "]" * 62
     answer = live.raw(f'{{"prompt": "a", "max_tokens": 1, "metadata": {{"m": {deep}}}}}')

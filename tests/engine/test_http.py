@@ -378,3 +378,18 @@ def test_health_answers_under_load(server: Running, http: httpx.Client) -> None:
     finally:
         stop.set()
         thread.join()
+
+
+@pytest.mark.slow
+def test_a_killed_server_leaves_no_orphan(tmp_path: Path) -> None:
+    body = {"prompt": "The future of AI is", "seed": 4, "max_tokens": 8, "logprobs": 1}
+    found = []
+    for name in ("first", "second"):
+        with serving(tmp_path / name) as running:
+            with httpx.Client(base_url=running.url, timeout=60) as http:
+                found.append(complete(http, **body)["choices"])
+            children = _cores(running.process.pid)
+            running.process.kill()
+            running.process.wait(10)
+            assert until(lambda: not any(_alive(pid) for pid in children), 15), "an orphan is left"
+    assert found[0] == found[1], "a restart at once gives the same answer"

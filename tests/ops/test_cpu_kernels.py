@@ -9,6 +9,9 @@ length of the sum where fp32 decides.
 from __future__ import annotations
 
 import math
+import shutil
+import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -126,7 +129,7 @@ def _round_sum_once(product: Tensor, acc: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("size", [1.0, 1e-19, 1e-38], ids=str)
 def test_the_dot_product_instruction_gives_the_bits_of_fmas(kernels, size):
-    """bf16, also where sums and inputs are denormal: flushed on every path, or the paths would part."""
+    """bf16, also where sums and inputs are denormal: flushed on every path, or they would part."""
     if not kernels.set_dot(True):
         pytest.skip("this CPU has no bf16 dot product, or it is not two FMAs")
     narrow = load("avx2")
@@ -140,7 +143,8 @@ def test_the_dot_product_instruction_gives_the_bits_of_fmas(kernels, size):
                 kernels.set_dot(False)
                 assert same(kernels.linear(x[:m], packed), fast), (n, k, m)
                 assert same(narrow.linear(x[:m], packed), fast), (n, k, m)
-                assert same(kernels.linear(x[:m].float(), packed).bfloat16(), fast), (n, k, m)
+                wide = kernels.linear(x[:m].float(), packed)
+                assert same(wide.bfloat16(), fast), (n, k, m)
     finally:
         kernels.set_dot(True)
 
@@ -648,3 +652,30 @@ def test_a_failed_build_says_why_and_leaves_nothing(monkeypatch, tmp_path):
     with pytest.raises(build.NoCompiler, match="no-such-thing"):
         build.build(_native()[0], tmp_path)
     assert not list(tmp_path.glob("*.so"))
+
+
+def test_avx512_avx2_and_aarch64_print_the_same_hashes(tmp_path):
+    """Every kernel as one program for each instruction set; AArch64 runs in an emulator if there is
+    one.
+    """
+    cross = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64-static")
+    printed = {}
+    for isa in dict.fromkeys([*_native(), "neon"]):
+        compiler, runner = build.find_compiler(), []
+        if isa == "neon" and build.machine_isa() != "neon":
+            if not all(cross):
+                continue
+            compiler, runner = cross[0], [cross[1]]
+        flags = [f for f in build.FLAGS if f not in ("-shared", "-fvisibility=hidden")]
+        flags += [*build.ISA_FLAGS[isa], "-static", "-I", str(build.SOURCES)]
+        source, program = Path(__file__).with_name("kernels_isa.cpp"), tmp_path / isa
+        subprocess.run([compiler, *flags, source, "-o", program], check=True)
+        done = subprocess.run([*runner, program], check=True, capture_output=True, text=True)
+        printed[isa] = done.stdout.splitlines()
+    assert printed
+    first, *others = printed
+    assert len(printed[first]) > 80
+    for other in others:
+        pairs = zip(printed[first], printed[other], strict=True)
+        apart = [f"{a} | {b}" for a, b in pairs if a != b]
+        assert not apart, f"{first} and {other} differ: {apart[:5]}"

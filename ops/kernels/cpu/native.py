@@ -39,7 +39,7 @@ ACTS = {
 # The numbers that fix an order of accumulation, for the fingerprint. The same on every instruction
 # set.
 TILES: dict[str, dict[str, int | str]] = {
-    "linear": {"k": "ascending", "step": "fma", "split_k": 1},
+    "linear": {"k": "ascending", "step": "fma", "split_k": 1, "bf16_denormals": "zero"},
     "moe": {"k": "ascending", "step": "fma", "split_k": 1, "slots": "ascending"},
     "attention": {"keys_per_block": 64, "keys_per_split": 256, "lanes": 16},
     "rows": {"lanes": 16, "tree": "8-4-2-1"},
@@ -167,8 +167,8 @@ class Native:
         self._c.sb_threads(self.threads)
 
     def set_dot(self, on: bool) -> bool:
-        """Lets bf16 products use the CPU's dot product instruction where it was seen to be two FMAs,
-        bit for bit. Changes speed, never bits. Returns whether it is used."""
+        """Lets bf16 products use the CPU's dot product instruction where it was seen to be two
+        FMAs, bit for bit. Changes speed, never bits. Returns whether it is used."""
         self.dot = bool(self._c.sb_dot(int(on)))
         return self.dot
 

@@ -354,7 +354,11 @@ def test_the_drain(tmp_path: Path) -> None:
         assert running.process.wait(40) == 0
         assert len(answers) == 4
         assert not any("error" in chunk for chunks in answers for chunk in chunks)
-        assert until(lambda: not any(_alive(pid) for pid in children), 10), "a child was left"
+        assert _gone(children), "a child was left"
+
+
+def _gone(pids: list[int]) -> bool:
+    return until(lambda: not any(_alive(pid) for pid in pids), 15)
 
 
 def _alive(pid: int) -> bool:
@@ -391,5 +395,5 @@ def test_a_killed_server_leaves_no_orphan(tmp_path: Path) -> None:
             children = _cores(running.process.pid)
             running.process.kill()
             running.process.wait(10)
-            assert until(lambda: not any(_alive(pid) for pid in children), 15), "an orphan is left"
+            assert _gone(children), "an orphan is left"
     assert found[0] == found[1], "a restart at once gives the same answer"

@@ -81,7 +81,7 @@ WORKING = {
     "aclrtMemset": "int aclrtMemset(void *d, size_t m, int v, size_t n)"
     " { memset(d, v, n); return 0; }",
     "aclrtGetMemInfo": "int aclrtGetMemInfo(int a, size_t *f, size_t *t)"
-    " { *t = (size_t)64 << 30; *f = *t - ((size_t)1 << 30) - held; return 0; }",
+    " { *t = (size_t)1536 << 20; *f = *t - (64 << 20) - held; return 0; }",
     "aclGetCompileoptSize": "size_t aclGetCompileoptSize(int o) { return 64; }",
     "aclGetCompileopt": "int aclGetCompileopt(int o, char *v, size_t n)"
     ' { strncpy(v, "enable", n); return 0; }',

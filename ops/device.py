@@ -10,7 +10,9 @@ _BACKENDS = {"cpu": "ops.backends.cpu", "cuda": "ops.backends.cuda", "npu": "ops
 
 
 def detect() -> Device:
-    """The device that vLLM chose, with the reason. Raises `NotInstalled` if vLLM runs on one we have no table for."""
+    """The device that vLLM chose, with the reason. Raises `NotInstalled` if vLLM runs on one we
+    have no table for.
+    """
     from vllm.platforms import current_platform
 
     kind = str(current_platform.device_type)

@@ -1,7 +1,8 @@
-"""vLLM's way in: `register` is the entry point of group vllm.general_plugins and runs in every process of an engine.
+"""vLLM's way in: `register` is the entry point of group vllm.general_plugins and runs in every
+process of an engine.
 
-Importing this module imports the standard library only, because a fault while vLLM *imports* a plugin is logged and
-swallowed. All work, and every fault, happens inside `register`.
+Importing this module imports the standard library only, because a fault while vLLM *imports* a
+plugin is logged and swallowed. All work, and every fault, happens inside `register`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ logger = logging.getLogger("samebits.ops")
 def register() -> None:
     """Install every override of this device's table, once per process.
 
-    Does nothing if determinism is off. Raises `OpsError` (or whatever broke) on any fault, which stops the process:
-    an engine never starts half-covered.
+    Does nothing if determinism is off. Raises `OpsError` (or whatever broke) on any fault, which
+    stops the process: an engine never starts half-covered.
     """
     from config.settings import determinism_mode
 

@@ -1,7 +1,8 @@
-"""Finds what reaches the device without passing the registry: records every op of a forward pass and judges each.
+"""Finds what reaches the device without passing the registry: records every op of a forward pass
+and judges each.
 
-An op is fine if it is overridden (a row of the registry), or if it is on the list of ops proven row-wise, each with its
-reason. Any other is named, and the model is refused.
+An op is fine if it is overridden (a row of the registry), or if it is on the list of ops proven
+row-wise, each with its reason. Any other is named, and the model is refused.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_EXACT = "each element is one exactly rounded operation: the same bits in any loop, at any place, on any thread"
+_EXACT = "each element is one exactly rounded operation: the same bits in any loop, at any place, on any thread"  # noqa: E501
 _MOVES = "moves or views bits, computes none"
 _FILLS = "writes constants or an arithmetic progression of integers"
 _INTEGER = "compares or counts: integers and booleans have no rounding"
@@ -21,26 +22,31 @@ _HOST = "host-side bookkeeping, no activations"
 
 PROVEN: dict[str, str] = {
     **dict.fromkeys(
-        "add add_ sub sub_ rsub mul mul_ div div_ neg neg_ abs sqrt reciprocal clamp clamp_ clamp_min clamp_max"
-        " clamp_min_ clamp_max_ relu relu_ maximum minimum where masked_fill masked_fill_ square round floor ceil"
+        "add add_ sub sub_ rsub mul mul_ div div_ neg neg_ abs sqrt reciprocal clamp clamp_ "
+        "clamp_min clamp_max"
+        " clamp_min_ clamp_max_ relu relu_ maximum minimum where masked_fill masked_fill_ "
+        "square round floor ceil"
         " copysign sign threshold fmod remainder floor_divide".split(),
         _EXACT,
     ),
     **dict.fromkeys(
-        "view _unsafe_view reshape view_as expand permute transpose t slice select split split_with_sizes chunk unbind"
-        " unsqueeze squeeze detach alias as_strided clone copy_ _to_copy to contiguous cat stack index index_select"
-        " gather embedding lift_fresh unfold narrow flatten movedim repeat flip index_put_ index_put scatter scatter_"
-        " _reshape_alias constant_pad_nd set_ resize_ repeat_interleave roll tril triu masked_select".split(),
+        "view _unsafe_view reshape view_as expand permute transpose t slice select split "
+        "split_with_sizes chunk unbind"
+        " unsqueeze squeeze detach alias as_strided clone copy_ _to_copy to contiguous cat "
+        "stack index index_select"
+        " gather embedding lift_fresh unfold narrow flatten movedim repeat flip index_put_ "
+        "index_put scatter scatter_"
+        " _reshape_alias constant_pad_nd set_ resize_ repeat_interleave roll tril triu masked_select".split(),  # noqa: E501
         _MOVES,
     ),
     **dict.fromkeys(
-        "empty empty_like empty_strided new_empty new_zeros new_ones new_full new_empty_strided zeros zeros_like ones"
+        "empty empty_like empty_strided new_empty new_zeros new_ones new_full new_empty_strided zeros zeros_like ones"  # noqa: E501
         " ones_like full full_like fill_ zero_ arange scalar_tensor".split(),
         _FILLS,
     ),
     **dict.fromkeys(
-        "eq ne lt le gt ge logical_and logical_or logical_not logical_and_ bitwise_and bitwise_or bitwise_not"
-        " bitwise_xor bitwise_and_ bitwise_or_ isnan isinf isin nonzero any all cumsum bincount equal"
+        "eq ne lt le gt ge logical_and logical_or logical_not logical_and_ bitwise_and bitwise_or bitwise_not"  # noqa: E501
+        " bitwise_xor bitwise_and_ bitwise_or_ isnan isinf isin nonzero any all cumsum bincount equal"  # noqa: E501
         " __rshift__ __lshift__ __and__ __or__ bitwise_left_shift bitwise_right_shift".split(),
         _INTEGER,
     ),
@@ -76,14 +82,16 @@ _INTEGERS_ONLY = {"cumsum"}  # fine on integers, an order of floats otherwise
 
 
 class Recorder(TorchDispatchMode):
-    """Collects the name of every op that runs under it; `floats` are those that took a floating-point tensor."""
+    """Collects the name of every op that runs under it; `floats` are those that took a
+    floating-point tensor.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: set[str] = set()
         self.floats: set[str] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name()
         self.seen.add(name)
         if any(isinstance(a, torch.Tensor) and a.is_floating_point() for a in args):
@@ -110,12 +118,15 @@ def _fine(name: str, ours: set[str], floats: set[str]) -> bool:
         return name not in floats
     if plain in PROVEN:
         return True
-    # A reduction under another overload (`sum.IntList_out`) counts as ours only if its float form can't run.
+    # A reduction under another overload (`sum.IntList_out`) counts as ours only if its float form
+    # can't run.
     return f"aten::{plain}" in {row.partition(".")[0] for row in ours} and name not in floats
 
 
 def forward(worker: Any, num_tokens: int = 3) -> Recorder:
-    """One dry forward pass of a rank's model and LM head, recorded. Needs a worker whose model is loaded."""
+    """One dry forward pass of a rank's model and LM head, recorded. Needs a worker whose model is
+    loaded.
+    """
     runner = worker.model_runner
     recorder = Recorder()
     with recorder:
@@ -128,12 +139,12 @@ def verdict(worker: Any) -> str:
     """ "ok", or what stops the start: the ops by name, or that the model is compiled."""
     mode = worker.vllm_config.compilation_config.mode
     if mode is not None and int(mode) != 0:
-        return f"the model is compiled (mode {mode}), so its ops are not ours (remedy: enforce_eager=True)"
+        return f"the model is compiled (mode {mode}), so its ops are not ours (remedy: enforce_eager=True)"  # noqa: E501
     found = unproven(forward(worker))
     if not found:
         return "ok"
     model = type(worker.model_runner.model).__name__
     return (
         f"{model} uses ops that are neither overridden nor proven row-wise: {', '.join(found)} "
-        f"(remedy: a model of a supported architecture, or SAMEBITS_DETERMINISM=off to serve without the promise)"
+        f"(remedy: a model of a supported architecture, or SAMEBITS_DETERMINISM=off to serve without the promise)"  # noqa: E501
     )

@@ -1,8 +1,9 @@
-"""Bit-equality checks: each installed op alone, in batches, at several places, in other memory, and again.
+"""Bit-equality checks: each installed op alone, in batches, at several places, in other memory, and
+again.
 
-Every check calls the op as a model does, through the bound class or the dispatcher, so that a binding that was undone
-fails too. Nothing here compares with a tolerance. The short version runs at every start on every rank; `long_report`
-is the one behind `samebits check`.
+Every check calls the op as a model does, through the bound class or the dispatcher, so that a
+binding that was undone fails too. Nothing here compares with a tolerance. The short version runs at
+every start on every rank; `long_report` is the one behind `samebits check`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ Cases = Callable[[Sequence[int], Sequence[torch.dtype]], Iterator[Case]]
 
 
 def same(op: str, case: str, got: Tensor, want: Tensor) -> None:
-    """Raises `NotInvariant` with the op, the case and the first differing element, unless all bits are equal."""
+    """Raises `NotInvariant` with the op, the case and the first differing element, unless all bits
+    are equal.
+    """
     if got.shape != want.shape or got.dtype != want.dtype:
         raise NotInvariant(
             f"{op}: {case}: {got.dtype}{[*got.shape]} instead of {want.dtype}{[*want.shape]}"
@@ -52,7 +55,9 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def rows_cases(op: str, label: str, run: Run, x: Tensor, sizes: Sequence[int]) -> Iterator[Case]:
-    """The cases for an op whose output row r must depend on input row r alone. The longest run is the yardstick."""
+    """The cases for an op whose output row r must depend on input row r alone. The longest run is
+    the yardstick.
+    """
     n = max(sizes)
     x = x[:n].contiguous()
     want = run(x.clone())
@@ -100,9 +105,12 @@ def _random(
     return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * std).to(dtype)
 
 
-# -- cases by op ----------------------------------------------------------------------------------------------------
+# -- cases by op
+# ----------------------------------------------------------------------------------------------------  # noqa: E501
 def linear_cases(sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> Iterator[Case]:
-    """Linear layers as vLLM calls them: widths that fill tiles and widths that don't, with and without bias."""
+    """Linear layers as vLLM calls them: widths that fill tiles and widths that don't, with and
+    without bias.
+    """
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod as method
 
     from ops.kernels.cpu import load
@@ -219,14 +227,17 @@ def rotary_cases(sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> Iterato
 
 
 def attention_cases(sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> Iterator[Case]:
-    """One long prompt whole, chunked, token by token, in other blocks and block sizes, and beside other sequences."""
+    """One long prompt whole, chunked, token by token, in other blocks and block sizes, and beside
+    other sequences.
+    """
     for dtype in dtypes:
         for heads, kv_heads, head, options in (
             (6, 2, 64, {}),
             (2, 2, 80, {"window": 21}),
             (4, 1, 128, {"softcap": 30.0}),
         ):
-            yield from _attention_cases(f"{dtype} {heads}/{kv_heads}x{head} {options or ''}".strip(), dtype,
+            yield from _attention_cases(f"{dtype} {heads}/{kv_heads}x{head} "
+                                        f"{options or ''}".strip(), dtype,
                                         heads, kv_heads, head, options, max(sizes))  # fmt: skip
 
 
@@ -279,7 +290,9 @@ def paged(
     shift: int,
     options: dict[str, Any],
 ) -> Tensor:
-    """Attention of one sequence through a paged cache, in steps that end at `cuts`, behind `others` of other lengths."""
+    """Attention of one sequence through a paged cache, in steps that end at `cuts`, behind
+    `others` of other lengths.
+    """
     from ops.kernels.cpu import load
 
     kernels = load()
@@ -329,9 +342,9 @@ def moe_cases(sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> Iterator[C
     for dtype in dtypes:
         hidden, inner, count = 48, 40, 6
         layer = SimpleNamespace(
-            samebits_w13=[pack(_random(2 * inner, hidden, dtype=dtype, std=0.1, seed=e)) for e in range(count)],
-            samebits_w2=[pack(_random(hidden, inner, dtype=dtype, std=0.1, seed=50 + e)) for e in range(count)],
-            top_k=2, renormalize=True, use_grouped_topk=False, custom_routing_function=None, scoring_func="softmax",
+            samebits_w13=[pack(_random(2 * inner, hidden, dtype=dtype, std=0.1, seed=e)) for e in range(count)],  # noqa: E501
+            samebits_w2=[pack(_random(hidden, inner, dtype=dtype, std=0.1, seed=50 + e)) for e in range(count)],  # noqa: E501
+            top_k=2, renormalize=True, use_grouped_topk=False, custom_routing_function=None, scoring_func="softmax",  # noqa: E501
             e_score_correction_bias=None, apply_router_weight_on_input=False, expert_map=None,
             routed_scaling_factor=1.0, activation=SimpleNamespace(value="silu"),
         )  # fmt: skip
@@ -393,7 +406,9 @@ def aten_cases(name: str) -> Cases:
 
 
 def cases_of(op: str) -> Cases | None:
-    """The generator of cases for an op by its row's name; None for one that brings a check of its own."""
+    """The generator of cases for an op by its row's name; None for one that brings a check of its
+    own.
+    """
     from ops.bindings.activations import KINDS
 
     name = op.partition("::")[2] or op.removeprefix("vllm.")
@@ -427,17 +442,23 @@ _conditions: dict[str, set[str]] = {}
 
 
 def condition(case: str) -> str:
-    """The condition that a case stands for, by its name; "otherwise" when none of `CONDITIONS` fits."""
+    """The condition that a case stands for, by its name; "otherwise" when none of `CONDITIONS`
+    fits.
+    """
     return next((name for name, words in CONDITIONS if re.search(words, case)), "otherwise")
 
 
 def conditions() -> dict[str, list[str]]:
-    """Per op, the conditions under which this process has compared its bits and found them equal."""
+    """Per op, the conditions under which this process has compared its bits and found them
+    equal.
+    """
     return {op: sorted(found) for op, found in sorted(_conditions.items())}
 
 
 def check(op: str) -> Callable[[], None]:
-    """The short check of an op, for its registry row: every case, small sizes; raises `NotInvariant`."""
+    """The short check of an op, for its registry row: every case, small sizes; raises
+    `NotInvariant`.
+    """
 
     def run() -> None:
         cases = cases_of(op)
@@ -454,7 +475,8 @@ def check(op: str) -> Callable[[], None]:
     return run
 
 
-# -- reports --------------------------------------------------------------------------------------------------------
+# -- reports
+# --------------------------------------------------------------------------------------------------------  # noqa: E501
 @contextmanager
 def _timed(into: dict[str, Any]) -> Iterator[None]:
     begin = time.monotonic()
@@ -501,7 +523,8 @@ def _kernels() -> str:
 def long_report(
     sizes: Sequence[int] | None = None, progress: Callable[[str, int, int], None] | None = None
 ) -> dict[str, list[dict[str, Any]]]:
-    """Every case of every installed op at all sizes and dtypes: {op: [{case, ok, message}]}. Runs all, raises nothing.
+    """Every case of every installed op at all sizes and dtypes: {op: [{case, ok, message}]}. Runs
+    all, raises nothing.
 
     `progress(op, done, total)` is called after each op.
     """

@@ -1,4 +1,6 @@
-"""What the server asks of every rank, through vLLM's worker extension (`worker_extension_cls="ops.worker.CheckExtension"`)."""
+"""What the server asks of every rank, through vLLM's worker extension
+(`worker_extension_cls="ops.worker.CheckExtension"`).
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,12 @@ class CheckExtension:
     """Mixed into vLLM's worker class; methods are called by `collective_rpc` by name."""
 
     def check_ops(self, run_checks: bool = True) -> dict[str, Any]:
-        """This rank's answer: {rank, mode, table, hash, checks: {op: "ok" | fault}, kernels, forward, elapsed_s}.
+        """This rank's answer: {rank, mode, table, hash, checks: {op: "ok" | fault}, kernels,
+        forward, elapsed_s}.
 
-        `checks` holds one entry per installed op and one, "forward", for the recorded forward pass of the model. Any
-        value other than "ok" must stop the start. Never raises on a failed check, so that every rank answers.
+        `checks` holds one entry per installed op and one, "forward", for the recorded forward pass
+        of the model. Any value other than "ok" must stop the start. Never raises on a failed check,
+        so that every rank answers.
         """
         from ops import selfcheck
 

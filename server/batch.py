@@ -98,7 +98,9 @@ class Batch:
     async def run(
         self, settings: Settings, open_engine: Callable[[Settings], Awaitable[Engine]]
     ) -> int:
-        """Open the engine, answer everything, close it. Raises `BadFile`, `OSError`, `EngineGone`."""
+        """Open the engine, answer everything, close it. Raises `BadFile`, `OSError`,
+        `EngineGone`.
+        """
         import httpx
 
         from server.app import create_app

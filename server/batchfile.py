@@ -40,7 +40,9 @@ class Task:
 
 
 def read_tasks(path: Path, defaults: Mapping[str, Any]) -> Iterator[Task]:
-    """The lines of the input, one at a time. `defaults` are body fields that a line does not set."""
+    """The lines of the input, one at a time. `defaults` are body fields that a line does not
+    set.
+    """
     with path.open("rb") as file:
         plain: bool | None = None
         number = 0

@@ -1,19 +1,19 @@
 """The exception tree of the server and the one table that turns it into responses.
 
-    ServerError
-    ├── InvalidRequest        400  the body: `param` names the field
-    ├── Unauthorized          401
-    ├── NotFound              404  model or route
-    ├── WrongMethod           405
-    ├── TooLarge              413
-    ├── WrongContentType      415
-    ├── Overloaded            429  with Retry-After
-    ├── EngineFailed          500  this request only
-    ├── NotImplementedHere    501
-    ├── NotReady              503  still loading, or the engine has stopped stepping
-    ├── EngineDead            503  the process is going down
-    ├── Draining              503
-    └── TimedOut              504
+ServerError
+├── InvalidRequest        400  the body: `param` names the field
+├── Unauthorized          401
+├── NotFound              404  model or route
+├── WrongMethod           405
+├── TooLarge              413
+├── WrongContentType      415
+├── Overloaded            429  with Retry-After
+├── EngineFailed          500  this request only
+├── NotImplementedHere    501
+├── NotReady              503  still loading, or the engine has stopped stepping
+├── EngineDead            503  the process is going down
+├── Draining              503
+└── TimedOut              504
 """
 
 from __future__ import annotations

@@ -113,7 +113,9 @@ def conflicts(settings: Settings, kind: str, env: Mapping[str, str]) -> Iterator
 
 
 def kernels(kind: str) -> Finding:
-    """Which kernels would run on the CPU; in a process of its own, which compiles them if need be."""
+    """Which kernels would run on the CPU; in a process of its own, which compiles them if need
+    be.
+    """
     if kind != "cpu":
         return Finding(
             "kernels", UNKNOWN, f"those for {kind} are checked on the device, at the start"

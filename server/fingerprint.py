@@ -174,7 +174,9 @@ WORDS = {
 
 
 def diff(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[Difference]:
-    """Every leaf that differs, in the tree's order, each in words. Empty when the trees are equal."""
+    """Every leaf that differs, in the tree's order, each in words. Empty when the trees are
+    equal.
+    """
     a, b = dict(_leaves(left)), dict(_leaves(right))
     found = [
         Difference(path, a.get(path), b.get(path), _words(path, a.get(path), b.get(path)))

@@ -33,7 +33,9 @@ _log = logging.getLogger("samebits.receipts")
 
 
 class ReceiptLost(ServerError):
-    """The receipts log can't be written and the setting says that no answer goes out without one."""
+    """The receipts log can't be written and the setting says that no answer goes out without
+    one.
+    """
 
     status, code = 503, "receipts_unavailable"
 

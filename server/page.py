@@ -16,7 +16,8 @@ from server.service import service_of
 router = APIRouter()
 # Nothing from elsewhere, no frames, no forms; scripts and styles are those of the page itself.
 POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src "
+    "'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 

@@ -21,7 +21,9 @@ WINDOW_BYTES = 32 << 20
 
 @dataclass(slots=True)
 class Entry:
-    """One line. `fault` says why it can't be used, in the words of `status`: unreadable | edited."""
+    """One line. `fault` says why it can't be used, in the words of `status`: unreadable |
+    edited.
+    """
 
     source: int
     line: int

@@ -31,7 +31,9 @@ class LogFailed(OSError):
 
 
 class ReceiptLog:
-    """One open log. `append` blocks for a write, and for an fsync if `syncs`; threads take turns."""
+    """One open log. `append` blocks for a write, and for an fsync if `syncs`; threads take
+    turns.
+    """
 
     def __init__(
         self, path: str | Path, header: Mapping[str, Any], *, max_bytes: int, fsync: bool = False
@@ -96,7 +98,9 @@ class ReceiptLog:
         fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def _follow(self) -> None:
-        """Rotate when full; reopen when another process has rotated or someone has moved the file."""
+        """Rotate when full; reopen when another process has rotated or someone has moved the
+        file.
+        """
         if self._file < 0:
             self._open()
             return

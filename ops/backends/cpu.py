@@ -1,4 +1,6 @@
-"""The CPU's table: every op that is ours there. A table only; kernels are chosen by `ops.kernels.cpu.load`."""
+"""The CPU's table: every op that is ours there. A table only; kernels are chosen by
+`ops.kernels.cpu.load`.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,3 @@
-"""How vLLM's layers reach our kernels, one module per noun. Each gives `rows()`; nothing happens on import."""
+"""How vLLM's layers reach our kernels, one module per noun. Each gives `rows()`; nothing happens
+on import.
+"""

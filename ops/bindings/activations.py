@@ -1,4 +1,6 @@
-"""Activation functions: torch's vector loop and its scalar tail disagree, so a flat tensor's position shows."""
+"""Activation functions: torch's vector loop and its scalar tail disagree, so a flat tensor's
+position shows.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ def rows() -> list[Override]:
         Override(
             op=f"vllm.{name}",
             kernel=f"{kernels.name}:act",
-            reason="the exponential of the vector loop and of its tail differ: bits depend on the position",
+            reason="the exponential of the vector loop and of its tail differ: bits depend on "
+            "the position",
             install=_installer(name),
             installed=_looker(name),
             check=selfcheck.check(f"vllm.{name}"),

@@ -1,8 +1,9 @@
-"""The net under everything: torch's own ops whose order of sums, or whose exponentials, follow the shape of the batch.
+"""The net under everything: torch's own ops whose order of sums, or whose exponentials, follow the
+shape of the batch.
 
-Each is replaced under torch's CPU key, so that whatever a model calls, nothing reaches a vendor library unseen. Float
-tensors go to our kernels; other dtypes (integers, float64), whose results don't pass through a model's activations,
-keep torch's kernel.
+Each is replaced under torch's CPU key, so that whatever a model calls, nothing reaches a vendor
+library unseen. Float tensors go to our kernels; other dtypes (integers, float64), whose results
+don't pass through a model's activations, keep torch's kernel.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ def _installer(name: str, make: Maker) -> Callable[[], None]:
 
 def _looker(name: str) -> Callable[[], bool]:
     def installed() -> bool:
-        """Whether the dispatcher holds a Python kernel under the CPU key and it is the one we put there."""
+        """Whether the dispatcher holds a Python kernel under the CPU key and it is the one we put
+        there.
+        """
         held = torch._C._dispatch_dump_table(f"aten::{name}")
         line = next((row for row in held.splitlines() if row.startswith("CPU:")), "")
         return name in _state and "aten.py" in line
@@ -241,7 +244,9 @@ _HALF_PI = (1.5707963267341256, 6.077100506303966e-11, 2.0222662487959506e-21)  
 
 
 def _sin_cos(x: Tensor, name: str) -> Tensor:
-    """sin or cos in float64 by multiply and add alone: |x| < 2^20, error below 1e-15. For tables of rotary angles."""
+    """sin or cos in float64 by multiply and add alone: |x| < 2^20, error below 1e-15. For tables
+    of rotary angles.
+    """
     n = torch.round(x * (2.0 / math.pi))
     r = x - n * _HALF_PI[0]
     r = r - n * _HALF_PI[1]

@@ -54,7 +54,8 @@ def _select(
         )
     if attn_selector_config.use_sparse:
         raise NotInstalled(
-            "vllm.Attention: sparse attention has no proven kernel on the CPU (remedy: another model)"
+            "vllm.Attention: sparse attention has no proven kernel on the CPU (remedy: another "
+            "model)"
         )
     return _PATH
 
@@ -69,7 +70,9 @@ def _installed() -> bool:
 
 
 class PagedAttention(AttentionBackend):
-    """vLLM's view of our kernels: any head size, blocks of 16 keys and multiples, decoder attention only."""
+    """vLLM's view of our kernels: any head size, blocks of 16 keys and multiples, decoder
+    attention only.
+    """
 
     supported_dtypes = [torch.float32, torch.bfloat16, torch.float16]
     supported_kv_cache_dtypes = ["auto", "float16", "bfloat16"]
@@ -115,7 +118,9 @@ class PagedAttention(AttentionBackend):
 
 @dataclass
 class PagedMetadata:
-    """What one step's attention needs: all of it is about sequences, none about how the batch was put together."""
+    """What one step's attention needs: all of it is about sequences, none about how the batch was
+    put together.
+    """
 
     num_tokens: int
     query_start_loc: torch.Tensor
@@ -154,7 +159,9 @@ class PagedMetadataBuilder(AttentionMetadataBuilder):
 
 
 class PagedAttentionImpl(AttentionImpl):
-    """One layer's attention: store the new keys and values, then attend. Refuses what has no proven kernel."""
+    """One layer's attention: store the new keys and values, then attend. Refuses what has no
+    proven kernel.
+    """
 
     def __init__(
         self,
@@ -212,7 +219,9 @@ class PagedAttentionImpl(AttentionImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """query, output [T, Hq, D]; key, value [T, Hk, D]. Without metadata (a dry run) the output is zero."""
+        """query, output [T, Hq, D]; key, value [T, Hk, D]. Without metadata (a dry run) the output
+        is zero.
+        """
         if attn_metadata is None:
             return output.zero_()
         n = attn_metadata.num_tokens

@@ -56,7 +56,8 @@ def _install_linear() -> None:
             return
         if weight.ndim != 2:
             raise NotInstalled(
-                f"{type(layer).__name__}: weight {tuple(weight.shape)} is no matrix; no proven kernel"
+                f"{type(layer).__name__}: weight {tuple(weight.shape)} is no matrix; no proven "
+                f"kernel"
             )
         layer.samebits_packed = kernels.pack_weight(weight.data)
         layer.weight = torch.nn.Parameter(torch.empty(0, dtype=weight.dtype), requires_grad=False)
@@ -87,7 +88,9 @@ def _install_embedding() -> None:
     linear, take_rows = kernels.linear, kernels.take_rows
 
     def packed_of(layer: Any) -> Any:
-        """Pack on first use as a matrix, on the Parameter itself: tied layers share it, and so its one copy."""
+        """Pack on first use as a matrix, on the Parameter itself: tied layers share it, and so its
+        one copy.
+        """
         weight = layer.weight
         packed = getattr(weight, "samebits_packed", None)
         if packed is None:

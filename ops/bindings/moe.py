@@ -32,7 +32,8 @@ def rows() -> list[Override]:
 
 
 def route(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax routing: weights [M, k] fp32 and ids [M, k], most likely expert first, equal ones by lower id.
+    """Softmax routing: weights [M, k] fp32 and ids [M, k], most likely expert first, equal ones by
+    lower id.
 
     With `renormalize` the k probabilities are divided by their sum, added in slot order.
     """
@@ -56,10 +57,11 @@ def experts(
     ids: torch.Tensor,
     activation: str,
 ) -> torch.Tensor:
-    """[M, H] -> [M, H]: sum over slots s, in slot order and fp32, of weights[m, s] · expert(ids[m, s], x[m]).
+    """[M, H] -> [M, H]: sum over slots s, in slot order and fp32, of weights[m, s] · expert(ids[m,
+    s], x[m]).
 
-    Rows are gathered by expert; each product is a linear layer, whose rows don't see each other. Gate-up, activation
-    and down products are rounded to x's type, as between layers.
+    Rows are gathered by expert; each product is a linear layer, whose rows don't see each other.
+    Gate-up, activation and down products are rounded to x's type, as between layers.
     """
     w13_bias, w2_bias = getattr(layer, "w13_bias", None), getattr(layer, "w2_bias", None)
     slots = ids.shape[1]

@@ -47,7 +47,8 @@ def _install() -> None:
         return forward(self, positions, query, key)
 
     forward.samebits = True  # type: ignore[attr-defined]
-    # `forward` skips a call per layer; a subclass with its own forward keeps it, and the recorder judges its ops.
+    # `forward` skips a call per layer; a subclass with its own forward keeps it, and the recorder
+    # judges its ops.
     RotaryEmbedding.forward = forward
     RotaryEmbedding.forward_cpu = forward_cpu
 

@@ -103,7 +103,8 @@ def compare(kernels, stock, case, dtype: torch.dtype, rounds: int) -> str:
     micro = {name: statistics.median(s) / repeat * 1e6 for name, s in took.items()}
     best = min(took["stock"]) / min(took["ours"])
     return (
-        f"{str(dtype)[6:]:<9} {hq}/{hk} heads of {d:<4} {count:>2} x {keys:>4} keys, {new:>4} new   "
+        f"{str(dtype)[6:]:<9} {hq}/{hk} heads of {d:<4} {count:>2} x {keys:>4} keys, {new:>4} "
+        f"new   "
         f"stock {micro['stock']:>8.0f} us   ours {micro['ours']:>8.0f} us   "
         f"ratio {micro['stock'] / micro['ours']:.2f} ({best:.2f})   largest difference {gap:.1e}"
     )
@@ -120,7 +121,8 @@ def main() -> None:
     kernels, stock = load(args.isa), stock_operators()
     kernels.set_threads(args.threads)
     print(
-        f"{kernels.name}, {args.threads} threads; ratio = stock's time / ours, best rounds in brackets"
+        f"{kernels.name}, {args.threads} threads; ratio = stock's time / ours, best rounds in "
+        f"brackets"
     )
     for dtype in (torch.bfloat16, torch.float32):
         for case in CASES:

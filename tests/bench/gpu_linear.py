@@ -46,7 +46,7 @@ def tiles(rows: int) -> list[Tile]:
         found = small + padded[:5]
     elif rows <= 32:
         found = [(32, 16, 256, 2, 4), (32, 16, 128, 2, 6), (32, 32, 128, 4, 5), (32, 32, 256, 4, 3),
-                 (32, 64, 128, 4, 4), (32, 64, 256, 4, 3), (32, 128, 64, 4, 5), (32, 128, 128, 4, 3),
+                 (32, 64, 128, 4, 4), (32, 64, 256, 4, 3), (32, 128, 64, 4, 5), (32, 128, 128, 4, 3),  # noqa: E501
                  *padded]  # fmt: skip
     elif rows <= 64:
         found = padded
@@ -124,14 +124,15 @@ def measure(name: str, n: int, k: int, row_counts: tuple[int, ...]) -> list[dict
             ("torch", lambda x, w: torch.nn.functional.linear(x, w))
         ]
         for t in tiles(rows):
-            candidates.append((f"triton {t.block_m}x{t.block_n}x{t.block_k} w{t.num_warps} s{t.num_stages}",
+            candidates.append((f"triton {t.block_m}x{t.block_n}x{t.block_k} w{t.num_warps} "
+                               f"s{t.num_stages}",
                                lambda x, w, t=t: linear(x, w, tile=t)))  # fmt: skip
         if rows <= 64 and n <= 4096 and k % 1024 == 0:
             for s in (2, 4):
                 for t in (Tile(16, 32, 256, 4, 4), Tile(64, 64, 128, 4, 4)):
                     if t.block_m >= rows or rows == 64:
                         candidates.append((f"split{s} {t.block_m}x{t.block_n}x{t.block_k}",
-                                           lambda x, w, t=t, s=s: linear(x, w, tile=t, split=s, two_pass=True)))  # fmt: skip
+                                           lambda x, w, t=t, s=s: linear(x, w, tile=t, split=s, two_pass=True)))  # fmt: skip  # noqa: E501
         try:
             for i, a in enumerate(cublaslt.algorithms(rows, n, k, torch.bfloat16, 8)[:5]):
                 run = cublaslt.product(a, n, k, torch.bfloat16)
@@ -143,7 +144,7 @@ def measure(name: str, n: int, k: int, row_counts: tuple[int, ...]) -> list[dict
             try:
                 y = call(x, weights[0])
                 same = torch.equal(y[:512], whole[:rows])
-                us = graph_time_us([lambda w=w, call=call: call(x, w) for w in weights],
+                us = graph_time_us([lambda w=w, call=call: call(x, w) for w in weights],  # noqa: B023
                                    3 if rows > 512 else 5)  # fmt: skip
             except Exception as fault:
                 found.append({"shape": name, "m": rows, "way": label, "fault": str(fault)[:200]})
@@ -161,7 +162,8 @@ def measure(name: str, n: int, k: int, row_counts: tuple[int, ...]) -> list[dict
         )
         text = [f"{b[0]['us']:.1f} {b[0]['way'][:34]}" if b else "-" for b in (triton, lt, other)]
         torch_same = any(b["same"] for b in best if b["way"] == "torch")
-        print(f"{name:13s} M={rows:<5d} floor {floor:7.1f} torch {base:7.1f}{'=' if torch_same else ' '} | "
+        print(f"{name:13s} M={rows:<5d} floor {floor:7.1f} torch "
+              f"{base:7.1f}{'=' if torch_same else ' '} | "
               f"{text[0]:34s} | {text[1]:36s} | unequal: {text[2]}", flush=True)  # fmt: skip
     return found
 

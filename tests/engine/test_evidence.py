@@ -256,7 +256,9 @@ def run_python(code, cwd, **env):
 
 
 def test_the_offline_snippet_gives_the_servers_text(made, model, tmp_path):
-    """The documented lines, as they stand, but for the model's place; against the served answers."""
+    """The documented lines, as they stand, but for the model's place; against the served
+    answers.
+    """
     code = code_of("offline.md", "In Python")
     assert len(code.strip().splitlines()) <= 10
     code = code.replace('"MODEL"', repr(str(model)))

@@ -94,7 +94,9 @@ def test_choice_0_of_many_is_the_single_one(server: Running) -> None:
 
 
 def test_curl(server: Running) -> None:
-    body = json.dumps({"model": MODEL, "prompt": "The capital of France is", "max_tokens": 4, "temperature": 0})
+    body = json.dumps(
+        {"model": MODEL, "prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
+    )
     done = subprocess.run(
         [
             "curl",

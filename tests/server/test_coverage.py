@@ -61,7 +61,9 @@ def exists(name):
 
 @pytest.fixture(scope="module")
 def sources():
-    """The code's text, with string literals that are split over lines joined as Python joins them."""
+    """The code's text, with string literals that are split over lines joined as Python joins
+    them.
+    """
     files = [f for folder in ("config", "server", "ops") for f in (ROOT / folder).rglob("*.py")]
     texts = [f.read_text(encoding="utf-8") for f in files]
     joined = [

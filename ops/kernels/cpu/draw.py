@@ -56,7 +56,9 @@ class Draw:
     def top(
         self, logprobs: torch.Tensor, k: int, token_ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As `ops.sampling_logprobs.gather`: (ids int32 [N, k + 1], values [N, k + 1], rank [N])."""
+        """As `ops.sampling_logprobs.gather`: (ids int32 [N, k + 1], values [N, k + 1], rank
+        [N]).
+        """
         x, at = _rows(logprobs), token_ids.to(torch.int64).contiguous()
         n, vocab = x.shape
         k = min(k, vocab)

@@ -1,13 +1,15 @@
-"""The CPU kernels in plain PyTorch: slower than the native ones, equally invariant, same signatures.
+"""The CPU kernels in plain PyTorch: slower than the native ones, equally invariant, same
+signatures.
 
-Only operations whose result is exactly rounded element by element (add, subtract, multiply, divide, square root,
-comparison, conversion, gather) touch the data. Such an operation gives the same bits in torch's vectorised main loop
-and in its scalar tail, on any thread and at any position. Every sum over an axis is a balanced tree over a fixed
-shape (`_tree`), so that no torch reduction, no BLAS and no vendor library decides an order. Exponentials are a
-polynomial in multiply and add; torch's own `exp` differs between its vector loop and its tail.
+Only operations whose result is exactly rounded element by element (add, subtract, multiply, divide,
+square root, comparison, conversion, gather) touch the data. Such an operation gives the same bits
+in torch's vectorised main loop and in its scalar tail, on any thread and at any position. Every sum
+over an axis is a balanced tree over a fixed shape (`_tree`), so that no torch reduction, no BLAS
+and no vendor library decides an order. Exponentials are a polynomial in multiply and add; torch's
+own `exp` differs between its vector loop and its tail.
 
-The bits are this module's own: they differ from the native kernel's, which fuses multiply and add. The name goes into
-the fingerprint.
+The bits are this module's own: they differ from the native kernel's, which fuses multiply and add.
+The name goes into the fingerprint.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ class Packed:
 
 
 def pack_weight(weight: Tensor, inplace: bool = True) -> Packed:
-    """[n, k] -> Packed on the same storage (a strided weight is copied once). `inplace` False copies it."""
+    """[n, k] -> Packed on the same storage (a strided weight is copied once). `inplace` False
+    copies it.
+    """
     if weight.ndim != 2:
         raise ValueError(f"pack_weight: expected [n, k], got {tuple(weight.shape)}")
     data = (
@@ -50,12 +54,16 @@ def pack_weight(weight: Tensor, inplace: bool = True) -> Packed:
 
 
 def take_rows(packed: Packed, ids: Tensor) -> Tensor:
-    """Rows `ids` (any shape) of the packed weight, as an embedding looks them up: [*ids.shape, k]."""
+    """Rows `ids` (any shape) of the packed weight, as an embedding looks them up: [*ids.shape,
+    k].
+    """
     return packed.data[ids]
 
 
 def linear(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
-    """y[m, n] = round(tree over k of fp32(x[m, k]) · fp32(w[n, k]) + bias[n]); x [..., k] -> [..., n] in x.dtype."""
+    """y[m, n] = round(tree over k of fp32(x[m, k]) · fp32(w[n, k]) + bias[n]); x [..., k] -> [...,
+    n] in x.dtype.
+    """
     flat = x.reshape(-1, packed.k).float()
     y = _matmul(flat, packed.data)
     if bias is not None:
@@ -64,20 +72,26 @@ def linear(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0) -> Tensor:
-    """round(x · 1/sqrt(mean(x²) + eps) · (weight + offset)) over the last axis, in fp32, one rounding."""
+    """round(x · 1/sqrt(mean(x²) + eps) · (weight + offset)) over the last axis, in fp32, one
+    rounding.
+    """
     return _rms(x.float(), weight, eps, weight_offset).to(x.dtype)
 
 
 def fused_add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """s = x + residual, rounded to their type; returns (rms_norm(s), s). Equal to the two steps apart."""
+    """s = x + residual, rounded to their type; returns (rms_norm(s), s). Equal to the two steps
+    apart.
+    """
     total = x + residual
     return _rms(total.float(), weight, eps, weight_offset).to(x.dtype), total
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """round((x - mean) / sqrt(mean((x - mean)²) + eps) · weight + bias) over the last axis, in fp32."""
+    """round((x - mean) / sqrt(mean((x - mean)²) + eps) · weight + bias) over the last axis, in
+    fp32.
+    """
     values = x.float()
     size = values.shape[-1]
     centred = values - (_tree(values) / size).unsqueeze(-1)
@@ -110,7 +124,9 @@ def rotary(
     rotary_dim: int,
     is_neox: bool,
 ) -> None:
-    """Rotate q [T, Hq·D] and k [T, Hk·D] in place; the cache row is [cos | sin], each rotary_dim / 2 wide."""
+    """Rotate q [T, Hq·D] and k [T, Hk·D] in place; the cache row is [cos | sin], each rotary_dim /
+    2 wide.
+    """
     cos, sin = cos_sin_cache[positions.flatten()].float().unsqueeze(1).chunk(2, dim=-1)
     for rotated in (q, k):
         if rotated is None:
@@ -126,7 +142,8 @@ def rotary(
 
 
 def reshape_and_cache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Store key and value [T, Hk, D] at their slots (block · block_size + offset); a negative slot is skipped.
+    """Store key and value [T, Hk, D] at their slots (block · block_size + offset); a negative slot
+    is skipped.
 
     kv_cache [blocks, Hk, block_size, 2·D]: the key, then the value, of each position.
     """
@@ -152,12 +169,14 @@ def attention(
     sinks: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of the newest tokens of each sequence over its paged keys: [T, Hq, D] -> [T, Hq, D].
+    """Causal attention of the newest tokens of each sequence over its paged keys: [T, Hq, D] -> [T,
+    Hq, D].
 
-    Query i of sequence s stands at position p = seq_lens[s] - its query count + i and sees keys j ≤ p
-    (and j > p - window). Scores and the running values are fp32. The maximum is over all keys seen (a maximum has no
-    order); sums over keys are a tree within tiles of `KEYS_PER_TILE` keys aligned to j = 0, then tile after tile in
-    ascending order. A key that isn't seen adds an exact zero, so the bits depend on p and the sequence alone.
+    Query i of sequence s stands at position p = seq_lens[s] - its query count + i and sees keys j ≤
+    p (and j > p - window). Scores and the running values are fp32. The maximum is over all keys
+    seen (a maximum has no order); sums over keys are a tree within tiles of `KEYS_PER_TILE` keys
+    aligned to j = 0, then tile after tile in ascending order. A key that isn't seen adds an exact
+    zero, so the bits depend on p and the sequence alone.
     """
     out = torch.zeros_like(q) if out is None else out
     block_size, d = kv_cache.shape[2], kv_cache.shape[3] // 2
@@ -206,7 +225,9 @@ def mean(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
 
 
 def _matmul(x: Tensor, weight: Tensor) -> Tensor:
-    """[M, k] · [n, k]ᵀ in fp32; blocks bound memory only, every element is one product and one tree."""
+    """[M, k] · [n, k]ᵀ in fp32; blocks bound memory only, every element is one product and one
+    tree.
+    """
     rows, k = x.shape
     n = weight.shape[0]
     out = torch.empty(rows, n, dtype=torch.float32)
@@ -220,7 +241,9 @@ def _matmul(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _tree(x: Tensor) -> Tensor:
-    """Sum over the last axis: halve it (first half plus second half; an odd last element is carried) until one is left."""
+    """Sum over the last axis: halve it (first half plus second half; an odd last element is
+    carried) until one is left.
+    """
     while x.shape[-1] > 1:
         size = x.shape[-1]
         half = size // 2
@@ -285,7 +308,9 @@ def _attend(
 
 
 def _exp(x: Tensor) -> Tensor:
-    """e^x in fp32: x = n·ln 2 + r, a degree-6 polynomial in r, then a shift of the exponent. Below -87: exactly 0."""
+    """e^x in fp32: x = n·ln 2 + r, a degree-6 polynomial in r, then a shift of the exponent. Below
+    -87: exactly 0.
+    """
     low = x < -87.0
     clamped = x.clamp(-87.0, 88.0)
     n = torch.round(clamped * _LOG2E)
@@ -302,7 +327,9 @@ def _exp(x: Tensor) -> Tensor:
 
 
 def _log(x: Tensor) -> Tensor:
-    """ln x for positive fp32 x, by two Newton steps on `_exp` from the exponent and a linear guess of the mantissa."""
+    """ln x for positive fp32 x, by two Newton steps on `_exp` from the exponent and a linear guess
+    of the mantissa.
+    """
     bits = x.view(torch.int32)
     exponent = ((bits >> 23) - 127).float()
     mantissa = ((bits & 0x7FFFFF) | (127 << 23)).view(torch.float32)  # [1, 2)
@@ -320,7 +347,9 @@ def _log(x: Tensor) -> Tensor:
 
 
 def _tanh(x: Tensor) -> Tensor:
-    """tanh x = 1 - 2 / (e^{2x} + 1), on |x|, with the sign put back; for small |x| the odd series."""
+    """tanh x = 1 - 2 / (e^{2x} + 1), on |x|, with the sign put back; for small |x| the odd
+    series.
+    """
     size = x.abs()
     big = 1.0 - 2.0 / (_exp(size * 2.0) + 1.0)
     z = size * size
@@ -371,7 +400,7 @@ def _activation(x: Tensor, kind: str) -> Tensor:
 def load(reason: str) -> SimpleNamespace:
     """The kernels as one object, shaped like the native ones. `reason` says why these run."""
     functions = (
-        pack_weight, take_rows, linear, rms_norm, fused_add_rms_norm, layer_norm, act, act_and_mul, rotary,
+        pack_weight, take_rows, linear, rms_norm, fused_add_rms_norm, layer_norm, act, act_and_mul, rotary,  # noqa: E501
         reshape_and_cache, attention, softmax, log_softmax, sum, mean,
     )  # fmt: skip
     return SimpleNamespace(name="torch", reason=reason, **{f.__name__: f for f in functions})

@@ -1,16 +1,18 @@
-"""What evidence costs: `python -m tests.bench.evidence weights | receipts | replay | all`. Prints
-one table each.
+"""What evidence costs: `python -m tests.bench.evidence weights | minting | receipts | replay |
+all`. Prints one table each.
 
 weights   BLAKE3 of a file in the page cache, one thread and all, and the second start from the
-cache of digests receipts  output tokens/s of a server that logs receipts against one that doesn't,
-alternately, medians replay    `samebits replay` against the same requests sent by the plainest
-client that is as concurrent
+cache of digests minting   what a receipt and its line cost per choice and per token, over an
+engine that costs nothing receipts  output tokens/s of a server that logs receipts against one that
+doesn't, alternately, medians replay    `samebits replay` against the same requests sent by the
+plainest client that is as concurrent
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import resource
@@ -25,7 +27,11 @@ import httpx
 from blake3 import blake3
 
 from server import weights
+from server.engine import Output, Position, Prompt, Sampling, TokenLogprob
+from server.minting import Minter
+from server.receiptlog import ReceiptLog
 from tests.engine.conftest import SAMEBITS, clean_env, serving
+from tests.server.toy import ToyEngine
 
 PROMPTS = ["The future of AI is", "Once upon a time", "def main():", "The capital of France is"]
 PATIENT = {"SAMEBITS_STEP_TIMEOUT_S": "120"}
@@ -74,6 +80,41 @@ def bench_receipts(streams: int = 8, tokens: int = 48, rounds: int = 7) -> None:
     print(f"| off, median | {off:.1f} |\n| on, with log, median | {on:.1f} |")
     print(f"| ratio, median of rounds | {statistics.median(ratios):.3f} |")
     print(f"| ratio, lowest and highest round | {min(ratios):.3f}, {max(ratios):.3f} |")
+
+
+def bench_minting(choices: int = 200, tokens: int = 100, rounds: int = 7) -> None:
+    """The minting alone, over an engine that costs nothing: what a choice and a token pay."""
+    token = TokenLogprob(5, -0.5, 1, " x")
+    step = Output(" x", (5,), (Position(token, ()),))
+
+    class Free(ToyEngine):
+        async def generate(self, prompt, sampling, *, request_id, priority=0, whole=False):
+            for _ in range(sampling.max_tokens - 1):
+                yield step
+            yield dataclasses.replace(step, finish_reason="length")
+
+    async def run(engine, length: int) -> float:
+        begun = time.perf_counter()
+        for seed in range(choices):
+            options = Sampling(length, seed=seed)
+            async for _ in engine.generate(Prompt((7,) * 200), options, request_id="r"):
+                pass
+        return (time.perf_counter() - begun) / choices
+
+    async def both(length: int, minting) -> float:
+        pairs = [(await run(free, length), await run(minting, length)) for _ in range(rounds)]
+        return statistics.median(b - a for a, b in pairs)
+
+    with tempfile.TemporaryDirectory() as folder:
+        free = Free()
+        log = ReceiptLog(Path(folder) / "r.jsonl", {"tree": {}}, max_bytes=1 << 30)
+        minting = Minter(free, log=log).over(free, wanted=True)
+        one = asyncio.run(both(1, minting))
+        many = asyncio.run(both(tokens, minting))
+    per_token = (many - one) / (tokens - 1)
+    print("| minting alone, prompt of 200 tokens, log on | |\n|---|---|")
+    print(f"| per choice | {(one - per_token) * 1e6:.0f} µs |")
+    print(f"| per token | {per_token * 1e6:.1f} µs |")
 
 
 def bench_replay(count: int = 96, tokens: int = 16, at_once: int = 16) -> None:
@@ -144,6 +185,7 @@ if __name__ == "__main__":
     which = sys.argv[1] if len(sys.argv) > 1 else "all"
     for name, bench in (
         ("weights", bench_weights),
+        ("minting", bench_minting),
         ("receipts", bench_receipts),
         ("replay", bench_replay),
     ):

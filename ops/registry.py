@@ -41,7 +41,7 @@ class Override:
     install: Callable[[], None]
     installed: Callable[[], bool]
     check: Callable[[], None]
-    tiles: Mapping[str, int | str] = field(default_factory=dict)
+    tiles: Mapping[str, Any] = field(default_factory=dict)
 
 
 _installed: dict[str, Override] = {}

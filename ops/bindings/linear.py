@@ -50,7 +50,7 @@ def _install_linear() -> None:
     kernels = load()
     linear = kernels.linear
 
-    def process_weights_after_loading(self: Any, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self: Any, layer: Any) -> None:
         weight = layer.weight
         if weight.is_meta:
             return
@@ -98,7 +98,7 @@ def _install_embedding() -> None:
             weight.data = torch.empty(0, dtype=weight.dtype)
         return packed
 
-    def process_weights_after_loading(self: Any, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self: Any, layer: Any) -> None:
         if isinstance(layer, ParallelLMHead) and not layer.weight.is_meta:
             packed_of(layer)
 

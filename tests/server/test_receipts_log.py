@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from contextlib import contextmanager
 
 import pytest
 
@@ -90,17 +91,22 @@ async def test_a_moved_log_is_made_anew(tmp_path):
 
 @pytest.fixture
 def no_room():
-    """Files of this process can't grow beyond a limit: a full disk, without one. Signals off, so
-    that write() fails.
+    """`with no_room(size)`: files of this process can't grow beyond `size`: a full disk, without
+    one. Signals off, so that write() fails. Only inside the block, as the test runner writes files
+    too.
     """
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
+    @contextmanager
     def limit(size):
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
     yield limit
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
     signal.signal(signal.SIGXFSZ, handler)
 
 
@@ -111,12 +117,11 @@ async def test_disk_full_refuses_and_recovers(tmp_path, no_room, spare):
     await ask(engine, minter)
     path = tmp_path / "log.jsonl"
     size = path.stat().st_size
-    no_room(size + spare)  # spare > 0: the kernel takes a part of the line, then no more
-    with pytest.raises(ReceiptLost, match="receipts log"):
+    # spare > 0: the kernel takes a part of the line, then no more
+    with no_room(size + spare), pytest.raises(ReceiptLost, match="receipts log"):
         await ask(engine, minter)
     assert path.stat().st_size == size
     assert minter.log.failed
-    no_room(resource.RLIM_INFINITY)
     await ask(engine, minter)
     assert [e.status for e in Reader([path]).entries()] == ["", ""]
 
@@ -125,10 +130,9 @@ async def test_disk_full_serves_if_told_so(tmp_path, no_room):
     engine = ToyEngine()
     minter = minter_with(tmp_path, engine, refuse=False)
     path = tmp_path / "log.jsonl"
-    no_room(path.stat().st_size)
-    await ask(engine, minter, 3)
+    with no_room(path.stat().st_size):
+        await ask(engine, minter, 3)
     assert minter.lost == 3
-    no_room(resource.RLIM_INFINITY)
     await ask(engine, minter, 1)
     assert [e.status for e in Reader([path]).entries()] == [""]
 

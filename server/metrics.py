@@ -40,7 +40,7 @@ class Metrics:
         )
         self.per_token = Histogram(
             "samebits_time_per_token_seconds",
-            "Mean time per answer token after the first output, per choice",
+            "Mean time per answer token after the first output, per streamed choice",
             buckets=STEP_SECONDS,
             registry=registry,
         )

@@ -140,8 +140,7 @@ async def test_disk_full_serves_if_told_so(tmp_path, no_room):
 async def test_known_lack_of_room_refuses_before_work(tmp_path, no_room, monkeypatch):
     engine = ToyEngine()
     minter = minter_with(tmp_path, engine, refuse=True)
-    no_room((tmp_path / "log.jsonl").stat().st_size)
-    with pytest.raises(ReceiptLost):
+    with no_room((tmp_path / "log.jsonl").stat().st_size), pytest.raises(ReceiptLost):
         await ask(engine, minter)
     monkeypatch.setattr(receiptlog, "FREE_BYTES", 1 << 62)
     asked = engine.asked
@@ -155,10 +154,8 @@ async def test_no_headless_file_after_a_full_disk_at_rotation(tmp_path, no_room)
     minter = minter_with(tmp_path, engine, max_bytes=4096)
     while (tmp_path / "log.jsonl").stat().st_size < 4096:
         await ask(engine, minter)
-    no_room(10)
-    with pytest.raises(ReceiptLost):
+    with no_room(10), pytest.raises(ReceiptLost):
         await ask(engine, minter)
-    no_room(resource.RLIM_INFINITY)
     await ask(engine, minter)
     assert lines(tmp_path / "log.jsonl")[0]["schema"] == "samebits.log/1"
 

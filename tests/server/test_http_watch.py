@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -92,8 +93,9 @@ def test_traces() -> None:
         live.service.tracer = tracing.open_tracer(Settings(), exporter)
         parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
         live.http.get("/v1/models", headers={"traceparent": parent})
-        live.service.tracer.force_flush()
-        spans = exporter.get_finished_spans()
+        deadline = time.monotonic() + 10  # a span ends after its answer has left
+        while not (spans := exporter.get_finished_spans()) and time.monotonic() < deadline:
+            live.service.tracer.force_flush()
     assert [span.name for span in spans] == ["/v1/models"]
     assert spans[0].attributes["http.response.status_code"] == 200
     assert format(spans[0].context.trace_id, "032x") == "0af7651916cd43dd8448eb211c80319c"

@@ -108,5 +108,8 @@ def test_a_false_cell_is_found(cell, sources):
 
 
 def test_the_doctor_calls_proven_what_the_tests_make():
-    made = (ROOT / "tests" / "engine" / "small_models.py").read_text(encoding="utf-8")
+    models = ROOT / "tests" / "engine" / "small_models.py"
+    if not models.is_file():
+        pytest.skip("no tests/engine/small_models.py here: nothing to hold the list to")
+    made = models.read_text(encoding="utf-8")
     assert set(re.findall(r'"(\w+(?:ForCausalLM|LMHeadModel))"', made)) == PROVEN

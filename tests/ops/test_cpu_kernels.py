@@ -9,8 +9,10 @@ length of the sum where fp32 decides.
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -170,6 +172,19 @@ def test_threads_change_no_bit(kernels, threads):
         assert all(same(a, b) for a, b in zip(everything(), expected, strict=True))
     finally:
         kernels.set_threads(before)
+
+
+def test_a_forked_child_and_two_callers_at_once_get_the_same_bits(kernels):
+    x, packed = rand(64, 576), kernels.pack_weight(rand(1003, 576, std=0.03))
+    expected = kernels.linear(x, packed)
+    wanted = expected.numpy().tobytes()
+    child = os.fork()
+    if child == 0:  # helpers don't survive a fork; the child starts its own (torch's OpenMP hangs)
+        os._exit(0 if kernels.linear(x, packed).numpy().tobytes() == wanted else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    with ThreadPoolExecutor(4) as callers:
+        calls = [callers.submit(kernels.linear, x[i : i + 1], packed) for i in range(64)]
+        assert all(same(c.result()[0], expected[i]) for i, c in enumerate(calls))
 
 
 def test_flush_to_zero_in_the_caller_changes_no_bit(kernels):

@@ -8,11 +8,10 @@
 
 #define API extern "C" __attribute__((visibility("default")))
 
-API int sb_abi() { return 1; }
-API void sb_runtime(void* parallel_entry, void* thread_entry, void* team_entry, int threads) {
+API int sb_abi() { return 2; }
+API void sb_runtime(void* parallel_entry, void* thread_entry, int threads) {
   runtime.parallel = (parallel_fn)parallel_entry;
   runtime.thread = (int_fn)thread_entry;
-  runtime.team = (int_fn)team_entry;
   runtime.threads = threads;
   use_dot = dot_is_two_fmas();
 }

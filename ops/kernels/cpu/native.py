@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ABI = 1
+ABI = 2
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ACTS = {
     "silu": 0,
@@ -47,7 +47,7 @@ TILES: dict[str, dict[str, int | str]] = {
 
 _P, _L, _I, _F = c_void_p, c_int64, c_int, c_float
 _SIGNATURES: dict[str, list[Any]] = {
-    "sb_runtime": [_P, _P, _P, _I],
+    "sb_runtime": [_P, _P, _I],
     "sb_threads": [_I],
     "sb_pack": [_P, _L, _P, _I, _L, _L],
     "sb_take_rows": [_P, _P, _L, _P],
@@ -123,16 +123,14 @@ class LayerPlan:
         self.kv_heads, self.head_size, self.kept = kv_heads, head_size, kept
 
 
-def _openmp() -> tuple[Any, Any, Any] | None:
-    """GOMP_parallel, omp_get_thread_num and omp_get_num_threads of the runtime that torch uses;
-    None if not found.
-    """
+def _openmp() -> tuple[Any, Any] | None:
+    """GOMP_parallel and omp_get_thread_num of the runtime that torch uses; None if not found."""
     folder = Path(torch.__file__).parent
     libraries = [*folder.glob("lib/lib*omp*.so*"), *folder.parent.glob("torch.libs/lib*omp*.so*")]
     for path in libraries:
         try:
             lib = ctypes.CDLL(str(path))
-            found = (lib.GOMP_parallel, lib.omp_get_thread_num, lib.omp_get_num_threads)
+            found = (lib.GOMP_parallel, lib.omp_get_thread_num)
         except (OSError, AttributeError):
             continue
         return found
@@ -152,8 +150,8 @@ class Native:
             function = getattr(lib, symbol)
             function.argtypes, function.restype = kinds, None
         runtime = _openmp()
-        self.threads = (threads or torch.get_num_threads()) if runtime else 1
-        entries = [ctypes.cast(f, c_void_p) for f in runtime] if runtime else [None, None, None]
+        self.threads = threads or torch.get_num_threads()
+        entries = [ctypes.cast(f, c_void_p) for f in runtime] if runtime else [None, None]
         lib.sb_runtime(*entries, self.threads)
         self.dot = bool(lib.sb_dot(1))
         self._linear, self._rms, self._add_rms = lib.sb_linear, lib.sb_rms_norm, lib.sb_add_rms_norm

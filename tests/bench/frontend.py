@@ -99,7 +99,8 @@ async def first_token(port: int) -> float:
 async def engine_free(port: int) -> float:
     """Requests per second that never reach the engine (a 400 each): HTTP and JSON alone."""
     begun = time.perf_counter()
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+    close = {"connection": "close"}
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers=close) as client:
         for _ in range(100):
             await client.post("/v1/completions", json={"model": "m", "prompt": "a", "n": 0})
     return 100 / (time.perf_counter() - begun)

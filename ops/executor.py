@@ -8,6 +8,9 @@ hops of interprocess communication per step.
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from typing import Any
 
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -21,6 +24,11 @@ class InProcessExecutor(UniProcExecutor):
     the KV cache has the size that the settings gave it; `check_ops` runs the model once anyway.
     """
 
+    def _init_executor(self) -> None:
+        """As vLLM's; and from now on this process ends with its server, however that ends."""
+        threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
+        super()._init_executor()
+
     def determine_available_memory(self) -> list[int]:
         """The KV cache's size in bytes as set. Raises `ValueError` when it was not set."""
         size = self.vllm_config.cache_config.kv_cache_memory_bytes
@@ -31,3 +39,10 @@ class InProcessExecutor(UniProcExecutor):
     def initialize_from_config(self, kv_cache_configs: list[Any]) -> None:
         """Allocate the KV cache; no warm-up follows."""
         self.collective_rpc("initialize_from_config", args=(kv_cache_configs,))
+
+
+def _follow(parent: int) -> None:
+    """Leave when the parent process is gone: a killed server can't tell its engine to stop."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)

@@ -41,8 +41,16 @@ def _fused_add_rms_norm(
     return y, added
 
 
-def _fresh(x: torch.Tensor) -> torch.Tensor:
+def _linear_shape(x: torch.Tensor, weight: torch.Tensor, _: Any) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _norm_shape(x: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _fused_shape(x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return _norm_shape(x), _norm_shape(x)
 
 
 def define_operators() -> None:
@@ -52,12 +60,10 @@ def define_operators() -> None:
     library = torch.library.Library("samebits", "FRAGMENT")
     norm_args = "Tensor weight, float eps, bool gemma"
     for schema, kernel, fake in (
-        ("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", _linear,
-         lambda x, weight, bias: x.new_empty((*x.shape[:-1], weight.shape[0]))),
-        (f"rms_norm(Tensor x, {norm_args}) -> Tensor", _rms_norm,
-         lambda x, weight, eps, gemma: _fresh(x)),
+        ("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", _linear, _linear_shape),
+        (f"rms_norm(Tensor x, {norm_args}) -> Tensor", _rms_norm, _norm_shape),
         (f"fused_add_rms_norm(Tensor x, Tensor residual, {norm_args}) -> (Tensor, Tensor)",
-         _fused_add_rms_norm, lambda x, residual, weight, eps, gemma: (_fresh(x), _fresh(x))),
+         _fused_add_rms_norm, _fused_shape),
     ):  # fmt: skip
         name = schema.split("(")[0]
         library.define(schema)
@@ -90,7 +96,7 @@ def _plan_weight(_: Any, layer: torch.nn.Module) -> None:
         return  # a table that is only looked up; a tied LM head plans it at its first product
     weight = layer.weight
     if weight.ndim != 2:
-        raise NotInstalled(f"{type(layer).__name__}: weight {tuple(weight.shape)} is no matrix; "
+        raise NotInstalled(f"{type(layer).__name__}: weight {tuple(weight.shape)} is no matrix; "  # type: ignore[arg-type]
                            "no proven kernel")  # fmt: skip
     if weight.device.type == "cuda":
         bias = None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None)
@@ -154,47 +160,78 @@ def norms_installed() -> bool:
 # Attention: FlashAttention 3 with one split
 
 
-def install_attention() -> None:
-    """Refuse any backend but FlashAttention 3, and any metadata that asks for more than one split."""
-    from vllm.platforms.cuda import CudaPlatformBase
-    from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
+class _NoInvariantMode:
+    """vllm.envs as FlashAttention's builder sees it: the mode's switch off, so that it may plan a
+    step's tiles once instead of in every layer; the splits that come with that are taken away."""
 
+    VLLM_BATCH_INVARIANT = False
+
+    def __getattr__(self, name: str) -> Any:
+        from vllm import envs
+
+        return getattr(envs, name)
+
+
+def install_attention() -> None:
+    """One split of the keys in every call, planned once a step; any backend but FlashAttention 3,
+    and attention that is not a decoder's, is refused."""
+    from vllm.platforms.cuda import CudaPlatformBase
+    from vllm.v1.attention.backends import flash_attn
+
+    builder, implementation = (
+        flash_attn.FlashAttentionMetadataBuilder,
+        flash_attn.FlashAttentionImpl,
+    )
     stock_choice = CudaPlatformBase.get_attn_backend_cls.__func__
-    stock_build = FlashAttentionMetadataBuilder.build
+    stock_build, stock_init = builder.build, implementation.__init__
+    stock_plan = flash_attn.get_scheduler_metadata
 
     def choose(cls: Any, *args: Any, **kwargs: Any) -> str:
         path: str = stock_choice(cls, *args, **kwargs)
         if not path.endswith("flash_attn.FlashAttentionBackend"):
-            raise NotInstalled(f"vllm.Attention: {path} is not proven; on CUDA it is FlashAttention 3 "
-                               "(remedy: attention_backend=FLASH_ATTN)")  # fmt: skip
+            _refuse("vllm.Attention", f"{path} is not proven", "attention_backend=FLASH_ATTN")
         return path
+
+    def plan(*args: Any, **kwargs: Any) -> Any:
+        return stock_plan(*args, **{**kwargs, "num_splits": 1})
 
     def build(self: Any, *args: Any, **kwargs: Any) -> Any:
         metadata = stock_build(self, *args, **kwargs)
-        if metadata.use_cascade or metadata.max_num_splits != 1:
-            raise NotInstalled("vllm.Attention: cascade or split attention was asked for "
-                               "(remedy: VLLM_BATCH_INVARIANT=1, which the CUDA profile forces)")  # fmt: skip
+        if metadata.use_cascade or self.dcp_world_size > 1:
+            _refuse("vllm.Attention", "cascade or context-parallel", "disable_cascade_attn=true")
+        metadata.max_num_splits = 1
         return metadata
 
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        stock_init(self, *args, **kwargs)
+        if str(self.attn_type).rpartition(".")[2].lower() != "decoder":
+            _refuse("vllm.Attention", f"{self.attn_type} attention is not proven", "another model")
+
     CudaPlatformBase.get_attn_backend_cls = classmethod(choose)
-    FlashAttentionMetadataBuilder.build = build
-    _state["attention"] = build
+    flash_attn.get_scheduler_metadata = plan
+    flash_attn.envs = _NoInvariantMode()
+    builder.build, implementation.__init__ = build, init
+    _state["attention"] = (plan, build)
+
+
+def _refuse(op: str, what: str, remedy: str) -> None:
+    raise NotInstalled(f"{op}: {what} (remedy: {remedy})")
 
 
 def attention_installed() -> bool:
-    """Whether the guard is in place and FlashAttention is version 3."""
+    """Whether both halves of the single split are bound, and FlashAttention is version 3."""
+    from vllm.v1.attention.backends import flash_attn
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
-    from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 
-    ours = FlashAttentionMetadataBuilder.build is _state.get("attention")
-    return ours and get_flash_attn_version() == 3
+    bound = (flash_attn.get_scheduler_metadata, flash_attn.FlashAttentionMetadataBuilder.build)
+    return bound == _state.get("attention") and get_flash_attn_version() == 3
 
 
 # Mixture of experts: vLLM's grouped kernel with tiles by M, our sum of the slots
 
 
 def install_moe() -> None:
-    """vLLM's Triton experts with tuned tiles (every tile is the same chain), slots added by ours."""
+    """vLLM's Triton experts with tuned tiles, each the same chain, and our sum of the slots."""
     from vllm.model_executor.layers.fused_moe.experts import triton_moe
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
         UnquantizedFusedMoEMethod as method,
@@ -205,8 +242,8 @@ def install_moe() -> None:
     def init(self: Any, moe_config: Any) -> None:
         stock_init(self, moe_config)
         if self.unquantized_backend.name != "TRITON":
-            raise NotInstalled(f"vllm.FusedMoE: backend {self.unquantized_backend.name} is not proven "
-                               "(remedy: moe_backend=triton)")  # fmt: skip
+            what = f"backend {self.unquantized_backend.name} is not proven"
+            _refuse("vllm.FusedMoE", what, "moe_backend=triton")
 
     method.__init__ = init
     triton_moe.try_get_optimal_moe_config = moe_tile
@@ -227,9 +264,13 @@ def moe_installed() -> bool:
 
 
 def moe_tile(
-    w1_shape: tuple[int, ...], w2_shape: tuple[int, ...], top_k: int, dtype: str | None, M: int,
+    w1_shape: tuple[int, ...],  # noqa: ARG001
+    w2_shape: tuple[int, ...],
+    top_k: int,  # noqa: ARG001
+    dtype: str | None,
+    M: int,
     block_shape: list[int] | None = None,
-) -> dict[str, int]:  # fmt: skip
+) -> dict[str, int]:
     """The tile for M tokens: vLLM's tuned one for this chip and shape, or a plain one by M.
 
     Raises `NotInstalled` for quantized experts and split K.
@@ -237,7 +278,7 @@ def moe_tile(
     if dtype is not None or block_shape is not None:
         raise NotInstalled(f"vllm.FusedMoE: experts of {dtype or block_shape} are not proven")
     key = (w2_shape[0], w2_shape[2])
-    tiles = _state.setdefault(("moe", key), _tuned(*key))
+    tiles = _state.setdefault(("moe", key), _tuned(*key))  # type: ignore[call-overload]
     tile: dict[str, int] = tiles[min(tiles, key=lambda rows: abs(rows - M))]
     if tile.get("SPLIT_K", 1) != 1:
         raise NotInstalled(f"vllm.FusedMoE: tile {tile} splits K")
@@ -335,8 +376,8 @@ def _vllm_mode_gives_way() -> None:
 
 
 def _refuse_second_runner(*_: Any, **__: Any) -> None:
-    raise NotInstalled("vllm.Sampler: model runner V2 draws by itself, from the neighbours' states "
-                       "(remedy: VLLM_USE_V2_MODEL_RUNNER=0, which the CUDA profile forces)")  # fmt: skip
+    what = "model runner V2 has a sampler of its own"
+    _refuse("vllm.Sampler", what, "VLLM_USE_V2_MODEL_RUNNER=0, which the start forces")
 
 
 def _guarded(kernel: Any, stock: Any) -> Any:

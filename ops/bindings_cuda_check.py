@@ -107,18 +107,33 @@ def paged(
 
 
 def flash(
-    q: Tensor, k: Tensor, v: Tensor, table: Tensor, new: list[int], lengths: list[int]
-) -> Tensor:
-    """vLLM's FlashAttention as its backend calls it, one split."""
-    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, new: list[int], lengths: list[int],
+    planned: bool = True,
+) -> Tensor:  # fmt: skip
+    """vLLM's FlashAttention as its backend calls it, one split, its tiles planned beforehand."""
+    from vllm.v1.attention.backends.fa_utils import (
+        flash_attn_varlen_func,
+        get_flash_attn_version,
+        get_scheduler_metadata,
+    )
 
     start = torch.tensor([0, *new], device="cuda").cumsum(0).int()
     out = torch.empty_like(q)
+    used = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    plan = None
+    if planned:
+        plan = get_scheduler_metadata(
+            batch_size=len(new), max_seqlen_q=max(new), max_seqlen_k=max(lengths),
+            num_heads_q=q.shape[1], num_heads_kv=k.shape[2], headdim=q.shape[2],
+            cache_seqlens=used, qkv_dtype=q.dtype, cu_seqlens_q=start, page_size=k.shape[1],
+            causal=True, window_size=(-1, -1), num_splits=1,
+        )  # fmt: skip
     flash_attn_varlen_func(
         q=q, k=k, v=v, out=out, cu_seqlens_q=start, max_seqlen_q=max(new),
-        seqused_k=torch.tensor(lengths, dtype=torch.int32, device="cuda"),
+        seqused_k=used,
         max_seqlen_k=max(lengths), softmax_scale=q.shape[-1] ** -0.5, causal=True,
         window_size=[-1, -1], block_table=table, fa_version=get_flash_attn_version(), num_splits=1,
+        scheduler_metadata=plan,
     )  # fmt: skip
     return out
 
@@ -131,6 +146,8 @@ def check_attention() -> None:
         d = paged(contexts, heads, kv_heads, 128)
         q, k, v, table = d["q"], d["k"], d["v"], d["table"]
         whole = flash(q, k, v, table, contexts, contexts)
+        unplanned = flash(q, k, v, table, contexts, contexts, planned=False)
+        same(op, f"{heads} heads, planned or not", unplanned, whole)
         ends = torch.tensor(contexts).cumsum(0).tolist()
         decode = flash(q[[e - 1 for e in ends]], k, v, table, [1] * 5, contexts)
         same(op, f"{heads} heads, decode against prompt", decode, whole[[e - 1 for e in ends]])

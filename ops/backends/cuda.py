@@ -61,7 +61,7 @@ def _layers() -> list[Override]:
         Override(
             op="vllm.RMSNorm",
             kernel="triton:rms_norm",
-            reason="vLLM's block changes at 256 rows, and Inductor's is chosen by a race at the start",
+            reason="vLLM's block changes at 256 rows; Inductor's is picked by a race at the start",
             install=bind.install_norms,
             installed=bind.norms_installed,
             check=checks.check_norm,

@@ -132,7 +132,7 @@ class Planner:
     def _time_us(
         self, call: Callable[[torch.Tensor], Any], weight: torch.Tensor, rows: int
     ) -> float:
-        """Microseconds of one product, from a graph of several over copies that the L2 cannot hold."""
+        """Microseconds of one product: a graph of several over copies that no L2 holds."""
         if not self._copies:
             count = max(2, min(16, int(2.5e8 // weight.nbytes) + 1))
             self._copies = [weight.clone() for _ in range(count)]

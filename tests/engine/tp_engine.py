@@ -2,8 +2,8 @@
 
     python -m tests.engine.tp_engine FOLDER ours|planted
 
-ours: every op is ours. planted: the ordered sum rounds to the message's dtype at every step as soon
-as more than eight rows travel together, on both ranks.
+ours: every op is ours. planted: the ordered sum rounds what it adds to 1/64 as soon as more than
+eight rows travel together, on both ranks.
 """
 
 from __future__ import annotations
@@ -39,10 +39,7 @@ class Extension(CheckExtension):
 
         def looks_at_size(parts: torch.Tensor) -> torch.Tensor:
             if parts.numel() > len(parts) * 8 * 128:
-                total = parts[0].bfloat16()
-                for part in parts[1:]:
-                    total = total + part.bfloat16()
-                return total.to(parts.dtype)
+                return stock((parts.float() * 64).round().div(64).to(parts.dtype))
             return stock(parts)
 
         collectives.ordered_sum = looks_at_size

@@ -1,7 +1,8 @@
-"""The promise on the real engine: the same probes under everything that must not show in their bits.
+"""The promise on the real engine: the same probes under everything that must not show in their
+bits.
 
-`tests.engine.matrix` runs one process with many engines; here its digests of token ids, logprobs and
-logits are compared, and stock ops and planted ones are seen to fail.
+`tests.engine.matrix` runs one process with many engines; here its digests of token ids, logprobs
+and logits are compared, and stock ops and planted ones are seen to fail.
 """
 
 from __future__ import annotations

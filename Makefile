@@ -27,10 +27,14 @@ serve: $(STAMP)
 test: $(STAMP)
 	$(BIN)/ruff format --check -q . && $(BIN)/ruff check -q .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -m "not slow and not gpu and not ascend" $(ARGS)
+	$(BIN)/python -m pytest -m "not engine and not slow and not gpu and not ascend" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" tests/engine/test_serve.py tests/engine/test_invariance.py $(ARGS)
 
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest -m "not engine and not slow and not gpu and not ascend" $(ARGS)
+
+test-engine: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow" --timeout 1200 tests/engine $(ARGS)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m "slow" --timeout 3600 $(ARGS)

@@ -74,7 +74,7 @@ def start_from(args: argparse.Namespace) -> Any:
     Raises `SettingsError`, `determinism.Conflict` or `vllm_start.StartFault`.
     """
     from server import logs
-    from server.vllm_start import Start, resolve_model
+    from server.vllm_start import Start, check_machine, resolve_model
 
     settings = settings_from(args)
     logs.configure(settings)
@@ -85,6 +85,7 @@ def start_from(args: argparse.Namespace) -> Any:
     log.info("device: %s (%s)", device.kind, device.reason)
     if settings.determinism == "off":
         log.warning("DETERMINISM IS OFF: plain vLLM, no promise about bits")
+    check_machine(settings, device.kind)
     model = resolve_model(settings)
     log.info("model: %s", model)
     name = settings.served_model_name or settings.model

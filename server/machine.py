@@ -5,6 +5,7 @@ of packages.
 from __future__ import annotations
 
 import importlib.util
+import os
 import platform
 import re
 from importlib.metadata import PackageNotFoundError, version
@@ -39,6 +40,7 @@ PACKAGES = (
     "flashinfer-python",
 )
 CPUINFO = Path("/proc/cpuinfo")
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 ASCEND_ROOT = Path("/usr/local/Ascend")
 
@@ -52,6 +54,16 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def memory_limit() -> int:
+    """Bytes that this process may ever hold: the machine's memory, or its control group's limit."""
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        limit = CGROUP_LIMIT.read_text().strip()
+    except OSError:
+        return physical
+    return min(physical, int(limit)) if limit.isdigit() else physical
 
 
 def device_facts(kind: str, model: str | None = None) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from server import demo_model, fingerprint, machine, weights
 
 _log = logging.getLogger("samebits")
 CPU_KV_CACHE_BYTES = 1 << 30
+SHARED_BYTES = 256 << 20  # Docker's default of 64 MiB is too little for vLLM's queues between ranks
+LEAST_BYTES = 1 << 30  # torch and vLLM alone; with less the kernel kills the process half-way
 
 
 class StartFault(RuntimeError):
@@ -47,12 +51,44 @@ def resolve_model(settings: Settings) -> str:
         except demo_model.DemoModelMissing as fault:
             raise StartFault(str(fault)) from None
     path = Path(settings.model).expanduser()
-    if path.exists():
-        check_folder(path)
-        return str(path)
+    try:
+        if path.exists():
+            check_folder(path)
+            return str(path)
+    except PermissionError as fault:
+        raise StartFault(
+            f"model {path}: {fault.filename or path} can't be read by user {os.getuid()}; "
+            "correct its owner or mode"
+        ) from None
     if settings.model.startswith(("/", ".", "~")) or settings.model.count("/") > 1:
         raise StartFault(f"model {settings.model}: no such folder; check the path")
     return settings.model
+
+
+def check_machine(settings: Settings, device: str, *, shared: str = "/dev/shm") -> None:
+    """What a start can't do without, looked at before minutes are spent. Raises `StartFault`."""
+    home = cache_dir()
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=home).close()
+    except OSError as fault:
+        raise StartFault(
+            f"cache {home}: {fault.strerror}; set SAMEBITS_CACHE_DIR to a folder that user "
+            f"{os.getuid()} can write"
+        ) from None
+    room = shutil.disk_usage(shared).total if os.path.isdir(shared) else SHARED_BYTES
+    if settings.tensor_parallel_size > 1 and room < SHARED_BYTES:
+        raise StartFault(
+            f"shared memory: {shared} has {room >> 20} MiB, ranks need {SHARED_BYTES >> 20}; "
+            "start the container with --shm-size=1g"
+        )
+    memory = machine.memory_limit()
+    wanted = (settings.kv_cache_memory_bytes or CPU_KV_CACHE_BYTES) + LEAST_BYTES
+    if device == "cpu" and memory < wanted:
+        raise StartFault(
+            f"memory: this process may take {memory >> 20} MiB, and needs {wanted >> 20} beside "
+            "the weights; give it more, or lower SAMEBITS_KV_CACHE_MEMORY_BYTES"
+        )
 
 
 def check_folder(path: Path) -> None:

@@ -28,9 +28,13 @@ def load(isa: str | None = None) -> Any:
     try:
         from ops.kernels.cpu.native import Native
 
-        return Native(
-            build.build(best), best, f"{best} kernels, compiled by {build.find_compiler()}"
+        library = build.build(best)
+        origin = (
+            "prebuilt"
+            if library.parent == build.PREBUILT
+            else f"compiled by {build.find_compiler()}"
         )
+        return Native(library, best, f"{best} kernels, {origin}")
     except build.NoCompiler as fault:
         if isa is not None:
             raise

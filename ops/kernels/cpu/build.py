@@ -1,5 +1,5 @@
 """Compiles the C++ kernels once per source, compiler and instruction set, and keeps the result in
-the user's cache.
+the cache folder. An image brings them along compiled (`prebuild`), and needs no compiler.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-import platformdirs
-
 SOURCES = Path(__file__).parent
+PREBUILT = SOURCES / "prebuilt"
 COMPILERS = ("g++", "clang++", "c++")
 # -ffp-contract=off: each rounding is written in the source; the compiler may not fuse or unfuse
 # any.
@@ -74,19 +73,53 @@ def cache_dir() -> Path:
     """Where compiled kernels rest: private to this user. Raises `NoCompiler` if somebody else owns
     it.
     """
-    path = Path(platformdirs.user_cache_dir("samebits")) / "kernels"
-    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    from config.settings import cache_dir as home
+
+    path = home() / "kernels"
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as fault:
+        raise NoCompiler(
+            f"compiled kernels can't be kept in {path} ({fault.strerror}); set SAMEBITS_CACHE_DIR"
+        ) from None
     if path.stat().st_uid != os.getuid():
         raise NoCompiler("the cache folder for compiled kernels belongs to another user")
     return path
 
 
+def prebuilt(isa: str) -> Path | None:
+    """The library that `prebuild` made of these very sources, or None."""
+    path = PREBUILT / f"kernels-{isa}-{source_hash()[:24]}.so"
+    return path if path.is_file() else None
+
+
+def prebuild(directory: Path = PREBUILT) -> list[Path]:
+    """Compile for every instruction set of this architecture, also those that this machine lacks.
+
+    The names hold the sources' hash instead of the compiler's: nothing is looked for at run time.
+    Raises `NoCompiler`.
+    """
+    compiler = find_compiler()
+    arm = platform.machine().lower() in ("aarch64", "arm64")
+    directory.mkdir(parents=True, exist_ok=True)
+    made = []
+    for isa in ("neon",) if arm else ("avx2", "avx512"):
+        library = directory / f"kernels-{isa}-{source_hash()[:24]}.so"
+        _compile(compiler, isa, library)
+        library.chmod(0o555)
+        made.append(library)
+    return made
+
+
 def build(isa: str, directory: Path | None = None) -> Path:
-    """The shared library for `isa`, compiled if it is not in the cache. Safe to call from many
-    processes at once.
+    """The shared library for `isa`: prebuilt, or from the cache, or compiled now. Safe to call from
+    many processes at once.
 
     Raises `NoCompiler` with the compiler's first lines if it can't be made.
     """
+    ready = prebuilt(isa) if directory is None else None
+    if ready is not None:
+        return ready
     compiler = find_compiler()
     asked = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
     key = hashlib.sha256(f"{source_hash()}|{compiler}|{asked.stdout}|{isa}".encode()).hexdigest()[

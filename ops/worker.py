@@ -22,8 +22,10 @@ class CheckExtension:
 
         return selfcheck.rank_report(self, run_checks)
 
-    def check_ops_long(self, rows: list[int] | None = None) -> dict[str, Any]:
-        """The long version behind `samebits check`: {op: [{case, ok, message}]} for this rank."""
+    def check_ops_long(self, op: str | None = None) -> dict[str, Any]:
+        """The long version behind `samebits check`, of all ops or of one: {op: [{case, ok,
+        message}]} for this rank.
+        """
         from ops import selfcheck
 
-        return selfcheck.long_report(rows)
+        return selfcheck.long_report(only=op)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,32 +61,57 @@ def on_npu(args: argparse.Namespace, tensor_parallel_size: int) -> int:
 
 
 async def _here(start: Any, out: Path) -> int:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from ops.selfcheck import condition
+    from server import check_report, engine_probe
     from server.vllm_engine import open_engine
 
     began = time.monotonic()
     engine = await open_engine(start)
+    ranks: list[dict[str, Any]] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     try:
-        ranks = await engine.check_long()
-        report = {
-            "device": start.device,
-            "fingerprint": engine.fingerprint,
-            "seconds": round(time.monotonic() - began, 1),
-            "ranks": ranks,
-        }
+        with Progress(*columns, console=Console(stderr=True)) as progress:
+            ops = engine.ops()
+            bar = progress.add_task("ops", total=len(ops))
+            for op in ops:
+                progress.update(bar, description=op)
+                for rank, found in enumerate(await engine.check_long(op)):
+                    ranks += [{}] * (rank + 1 - len(ranks))
+                    ranks[rank] = ranks[rank] | found
+                progress.advance(bar)
+            bar = progress.add_task("through the engine")
+            through = await engine_probe.long(
+                engine, lambda done, total: progress.update(bar, completed=done, total=total)
+            )
+        found = check_report.report(
+            device=start.device,
+            fingerprint=engine.fingerprint,
+            seconds=round(time.monotonic() - began, 1),
+            ranks=ranks,
+            engine=through,
+        )
     finally:
         await engine.close()
-    out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    return summary(ranks, out)
+    page = check_report.write(out, found, condition)
+    return summary([*ranks, through], out, page)
 
 
-def summary(ranks: list[dict[str, list[dict[str, Any]]]], out: Path) -> int:
-    """One line per op on stdout; 0 if every case of every rank held, else 3."""
+def summary(
+    tables: Sequence[Mapping[str, Sequence[Mapping[str, Any]]]], out: Path, page: Path
+) -> int:
+    """One line per op of each rank, then one per probe through the engine (the last table); 0 if
+    every case held, else 3.
+    """
     held = True
-    for rank, ops in enumerate(ranks):
+    for rank, ops in enumerate(tables):
+        where = f"rank {rank}" if rank + 1 < len(tables) else "engine"
         for op, cases in ops.items():
             wrong = [case for case in cases if not case["ok"]]
             held = held and not wrong
             verdict = f"{len(cases)} cases equal" if not wrong else wrong[0]["message"]
-            sys.stdout.write(f"rank {rank}  {op}: {verdict}\n")
-    sys.stdout.write(f"{'all equal' if held else 'NOT EQUAL'}; report: {out}\n")
+            sys.stdout.write(f"{where}  {op}: {verdict}\n")
+    sys.stdout.write(f"{'all equal' if held else 'NOT EQUAL'}; report: {out}, {page}\n")
     return 0 if held else 3

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from config.settings import Settings
-from server import fingerprint
+from server import engine_probe, fingerprint
 from server.engine import Health, ModelInfo, Output, Prompt, Sampling, ToolCall
 from server.errors import EngineDead, EngineFailed, InvalidRequest, ServerError
 from server.vllm_chat import Chat
@@ -209,9 +209,15 @@ class VllmEngine:
 
         return generate_latest(REGISTRY)
 
-    async def check_long(self) -> list[dict[str, Any]]:
-        """The long check of every op on every rank (`samebits check`)."""
-        found: list[dict[str, Any]] = await self._llm.collective_rpc("check_ops_long")
+    def ops(self) -> list[str]:
+        """The names of the ops in force on every rank."""
+        return [row["op"] for row in self._report.get("table", [])]
+
+    async def check_long(self, op: str) -> list[dict[str, Any]]:
+        """The long check of one op on every rank (`samebits check`)."""
+        found: list[dict[str, Any]] = await self._llm.collective_rpc(
+            "check_ops_long", kwargs={"op": op}
+        )
         return found
 
     async def close(self) -> None:
@@ -233,6 +239,16 @@ async def open_engine(start: Start) -> VllmEngine:
         engine = VllmEngine(start, llm, report, tree)
     except BaseException:
         llm.shutdown(5.0)
+        raise
+    try:
+        if start.settings.determinism != "off":
+            await engine_probe.short(engine)
+            report["checks"]["engine"] = "ok"
+    except engine_probe.Differs as fault:
+        await engine.close()
+        raise NotVerified(f"the engine's answers are not invariant: {fault}") from fault
+    except BaseException:
+        await engine.close()
         raise
     _log.info(
         "engine open after %.1f s, fingerprint %s", time.monotonic() - began, engine.fingerprint

@@ -1,12 +1,12 @@
 """One process, many real engines: the same probes under everything that must not show in their
 bits.
 
-    python -m tests.engine.matrix MODE FOLDER DTYPE quick|full
+    python -m tests.engine.matrix MODE FOLDER DTYPE quick|full [MODEL]
 
 MODE: ours | stock (our plugin not loaded; greedy only, because a seeded prompt in chunks kills that
 engine) | planted (ours, with ops that look at the number of rows, the number of threads and the
-block size). Prints one line of JSON: {check: {probe: digest of token ids, logprobs and logits}},
-and what was counted to prove that a check did happen.
+block size). MODEL: a name of `small_models`. Prints one line of JSON: {check: {probe: digest of
+token ids, logprobs and logits}}, and what was counted to prove that a check did happen.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-VOCAB = 515
+VOCAB = 333  # the smallest of `small_models`
 LENGTHS = (1, 5, 15, 16, 17, 33, 64, 130, 201)
 SIZES = {"quick": (2, 16, 17, 33, 65, 257),
          "full": (*range(1, 34), 63, 64, 65, 127, 128, 129, 255, 256, 257)}  # fmt: skip
@@ -272,12 +272,7 @@ def plant() -> None:
     decoder._plan = lambda layer: None  # op by op, or the planted ops are never called
 
 
-import time  # noqa: E402
-
-T0 = time.time()
-
-
-def main(mode: str, folder: str, dtype: str, size: str) -> None:
+def main(mode: str, folder: str, dtype: str, size: str, name: str = "llama") -> None:
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         VLLM_PLUGINS="",
@@ -286,7 +281,7 @@ def main(mode: str, folder: str, dtype: str, size: str) -> None:
     )
     from tests.engine.small_models import make
 
-    model = make(Path(folder), "llama")
+    model = make(Path(folder), name)
     if mode != "stock":
         from ops import plugin
 
@@ -299,15 +294,15 @@ def main(mode: str, folder: str, dtype: str, size: str) -> None:
         found["checks"] = engine.llm.collective_rpc("check_ops")[0]["checks"]
     same_engine(engine, SIZES[size], found)
     engine.close()
-    for name, options in (ENGINES | (MORE_ENGINES if size == "full" else {})).items():
+    for case, options in (ENGINES | (MORE_ENGINES if size == "full" else {})).items():
         engine = Engine(model, dtype, mode, options)
-        if "prefix" in name:
-            prefix(engine, name, found)
-        elif name == "preempted":
-            found[name] = engine.run([*engine.probes(), *fillers(engine, 20, tokens=60)])
-            found["counted"][name] = engine.preemptions()
+        if "prefix" in case:
+            prefix(engine, case, found)
+        elif case == "preempted":
+            found[case] = engine.run([*engine.probes(), *fillers(engine, 20, tokens=60)])
+            found["counted"][case] = engine.preemptions()
         else:
-            found[name] = engine.run(engine.probes())
+            found[case] = engine.run(engine.probes())
         engine.close()
     sys.stdout.write("\nRESULT " + json.dumps(found) + "\n")
     sys.stdout.flush()

@@ -16,15 +16,18 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import clean_env
+from tests.engine.small_models import MODELS
 
 pytestmark = pytest.mark.engine
 NOT_CHECKS = {"alone", "counted", "checks"}
 
 
-def run(folder: Path, mode: str, dtype: str, size: str = "quick") -> dict[str, Any]:
+def run(
+    folder: Path, mode: str, dtype: str, size: str = "quick", model: str = "llama"
+) -> dict[str, Any]:
     """The matrix of one mode: {check: {probe: digest}}."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.matrix", mode, str(folder), dtype, size],
+        [sys.executable, "-m", "tests.engine.matrix", mode, str(folder), dtype, size, model],
         env=clean_env(), capture_output=True, text=True, timeout=3000, check=False,
         cwd=Path(__file__).parents[2],
     )  # fmt: skip
@@ -67,6 +70,17 @@ def test_bits_are_the_same_under_everything(folder: Path, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_the_whole_matrix(folder: Path, dtype: str) -> None:
     assert different(run(folder, "ours", dtype, "full")) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", [name for name in MODELS if name != "llama"])
+def test_every_architecture(folder: Path, model: str, dtype: str) -> None:
+    found = run(folder, "ours", dtype, model=model)
+    assert different(found) == {}
+    assert set(found["checks"].values()) == {"ok"}
+    assert found["counted"]["preempted"] > 0
 
 
 @pytest.mark.slow

@@ -2,11 +2,14 @@
 # Makes the two extra environments of the Ascend tests, once:
 #   npu  torch 2.10, torch_npu, vLLM 0.23 and vllm-ascend as pure Python, the stand-in CANN   7 GB
 #   tri  triton-ascend and the compiler to Ascend's HIVM IR                                  0.75 GB
-# Where: $ASCEND_TEST_ENVS, or samebits/ascend in the user's cache folder. Needs uv and gcc.
+# Where: $ASCEND_TEST_ENVS, or samebits/ascend in the user's cache folder. Needs gcc and uv: from the
+# path, or the one that `make` brings along.
 # A second run finds everything there and takes seconds. Prints the two folders.
 set -eu
 root=$(cd "$(dirname "$0")/../.." && pwd)
 envs=${ASCEND_TEST_ENVS:-${XDG_CACHE_HOME:-$HOME/.cache}/samebits/ascend}
+PATH="$PATH:$root/.venv-uv/bin"
+command -v uv >/dev/null || { echo "no uv: run 'make setup', or install uv" >&2; exit 1; }
 mkdir -p "$envs"
 
 if ! [ -e "$envs/npu/ready" ]; then

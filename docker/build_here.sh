@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Builds the cpu image and proves it where there is no Docker engine: as root on Debian, with buildah and debootstrap.
-#   docker/build_here.sh [folder for the base, the log and the volume; default: build/image]
+#   docker/build_here.sh [folder for the base, the log and the volume; default: the user's cache]
 # Elsewhere: docker build --target cpu -t samebits:cpu .
 set -euo pipefail
 cd "$(dirname "$0")/.."
-work=$(realpath -m "${1:-build/image}")
+work=$(realpath -m "${1:-${XDG_CACHE_HOME:-$HOME/.cache}/samebits-image}")
 for tool in buildah debootstrap; do
   command -v $tool > /dev/null || { echo "$tool is not installed: apt-get install buildah debootstrap" >&2; exit 2; }
 done

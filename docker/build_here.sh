@@ -25,9 +25,11 @@ if ! buildah inspect --type image localhost/samebits-base > /dev/null 2>&1; then
 fi
 
 echo "== build: target cpu"
+mirror=()
+for name in PIP_INDEX_URL UV_DEFAULT_INDEX; do [ -z "${!name:-}" ] || mirror+=(--build-arg "$name=${!name}"); done
 began=$SECONDS
 buildah bud -q --isolation chroot --format docker --layers --target cpu -t localhost/samebits:cpu \
-  --build-arg CPU_BASE=localhost/samebits-base . > "$work/build.log"
+  --build-arg CPU_BASE=localhost/samebits-base "${mirror[@]}" . > "$work/build.log"
 echo "built in $((SECONDS - began)) s"
 buildah inspect --type image --format \
   '{{.Docker.Config.User}} | {{.Docker.Config.Entrypoint}} | {{.Docker.Config.Healthcheck.Test}}' localhost/samebits:cpu

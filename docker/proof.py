@@ -26,6 +26,7 @@ root=$1 volume=$2; shift 2
 mount --bind "$root" "$root"
 mount --bind "$volume" "$root/var/lib/samebits"
 mount -t proc proc "$root/proc"
+mount -t sysfs -o ro sysfs "$root/sys"
 mount -t tmpfs -o size=64m,mode=1777 tmpfs "$root/tmp"
 mount --rbind /dev "$root/dev"
 mount -o remount,bind,ro "$root"

@@ -271,9 +271,9 @@ def main() -> int:
     """A small tmpfs for the receipts log where that can be had, then all the harm."""
     folder = Path(tempfile.mkdtemp(prefix="samebits-faults-"))
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(folder)], capture_output=True
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], capture_output=True
     )
-    where = "a tmpfs of 512 KiB" if mounted.returncode == 0 else "this disk"
+    where = "a tmpfs of 4 MiB" if mounted.returncode == 0 else "this disk"
     sys.stdout.write(f"model {MODEL}, receipts on {where}\n")
     try:
         asyncio.run(harm(folder))

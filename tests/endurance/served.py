@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import signal
 import subprocess
@@ -93,14 +94,10 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def resident_bytes(pid: int) -> int:
-    """Proportional resident memory of a process and all below it: shared pages count once."""
-    total = 0
-    for each in (pid, *children(pid)):
-        for line in Path(f"/proc/{each}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                total += int(line.split()[1]) * 1024
-    return total
+def rss_bytes(pid: int) -> int:
+    """Resident memory of one process, as `ps` shows it."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def open_files(pid: int) -> int:
@@ -126,7 +123,30 @@ def bits(answer: Mapping[str, Any]) -> str:
     choices = [
         [c["index"], c["text"], c["finish_reason"], c["logprobs"]] for c in answer["choices"]
     ]
-    return json.dumps([choices, answer["usage"]["completion_tokens"], answer["system_fingerprint"]])
+    found = [choices, answer["usage"]["completion_tokens"], answer["system_fingerprint"]]
+    return json.dumps(found, sort_keys=True)
+
+
+def joined(events: str) -> dict[str, Any]:
+    """A streamed completion with usage as the plain one. Raises ValueError on an error event."""
+    whole: dict[str, Any] = {}
+    choices: dict[int, dict[str, Any]] = {}
+    for line in events.splitlines():
+        if not line.startswith("data: {"):
+            continue
+        chunk = json.loads(line[6:])
+        if "error" in chunk:
+            raise ValueError(line)
+        whole |= {k: v for k, v in chunk.items() if v is not None}
+        for part in chunk["choices"]:
+            one = choices.setdefault(part["index"], dict(part) | {"text": "", "logprobs": None})
+            one["text"] += part["text"]
+            one["finish_reason"] = part["finish_reason"] or one["finish_reason"]
+            if part["logprobs"] is not None:
+                arrays = one["logprobs"] = one["logprobs"] or {}
+                for name, values in part["logprobs"].items():
+                    arrays[name] = arrays.get(name, []) + values
+    return whole | {"choices": [choices[index] for index in sorted(choices)]}
 
 
 async def until(condition: Any, timeout_s: float, every_s: float = 0.05) -> float:

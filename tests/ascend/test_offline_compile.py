@@ -17,7 +17,7 @@ from tests.ascend.offline import TARGETS
 @pytest.fixture(scope="module")
 def compiled(tri: Path) -> dict[str, Any]:
     done = subprocess.run(
-        [tri, HERE / "offline.py"], capture_output=True, text=True, timeout=280, check=True
+        [tri, HERE / "offline.py"], capture_output=True, text=True, timeout=500, check=True
     )
     found: dict[str, Any] = json.loads(done.stdout[done.stdout.index("{\n") :])
     return found
@@ -26,12 +26,9 @@ def compiled(tri: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("chip", TARGETS)
 def test_kernels_fit_in_one_chain_without_atomics(compiled: dict[str, Any], chip: str) -> None:
     real = {name: case for name, case in compiled.items() if not name.startswith("planted")}
-    assert len(real) >= 20
+    assert len(real) >= 22
     for name, case in real.items():
         found = case[chip]
-        if name == "draw":
-            assert found == {"fits": None, "message": "lowered only", "atomics": 0}
-            continue
         assert found["fits"], f"{name}: {found['message']}"
         assert found["atomics"] == 0, name
         assert found["dots"] == case["wanted_dots"], f"{name}: more than one loop adds along K"

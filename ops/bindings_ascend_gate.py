@@ -8,7 +8,7 @@ fault raises `NotInstalled` with its remedy.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -81,27 +81,10 @@ def engine_faults(config: Any, ascend: Any) -> list[str]:
         for name, value in determinism_ascend.ADDITIONAL.items()
         if not isinstance(value, dict) and getattr(ascend, name, value) not in (value, None)
     ]
-    model, parallel = config.model_config, config.parallel_config
-    hf = model.hf_text_config
-    checks = (
-        (model.use_mla or getattr(hf, "index_topk", None), "MLA and SFA", "dense attention"),
-        (getattr(hf, "model_type", "") == "gpt_oss", "attention sinks", "no sinks"),
-        (config.quant_config is not None, "quantization", "no quantization"),
-        (config.speculative_config is not None, "speculative decoding", "no draft model"),
-        (config.lora_config is not None, "LoRA", "no adapters"),
-        (parallel.enable_expert_parallel, "expert parallelism", "tensor parallelism"),
-        (parallel.data_parallel_size > 1, "data parallelism", "one server per replica"),
-        (parallel.pipeline_parallel_size > 1, "pipeline parallelism", "tensor parallelism"),
-        (_context_parallel(parallel) > 1, "context parallelism", "tensor parallelism"),
-        (config.cache_config.enable_prefix_caching, "prefix caching", "it off"),
-        (config.scheduler_config.enable_chunked_prefill, "chunked prefill", "it off"),
-        (_graphs(config) not in ("NONE", "PIECEWISE"), "full graphs", "enforce_eager"),
-        (not _phases(config), "a scheduler that mixes phases", "ops.scheduling.PhaseScheduler"),
-    )
     faults += [
         f"{what}: not proven invariant on Ascend. Remedy: run with {remedy}."
-        for wrong, what, remedy in checks
-        if wrong
+        for what, remedy, found in ENGINE
+        if found(config)
     ]
     return faults
 
@@ -135,6 +118,10 @@ def refuse(faults: list[str]) -> None:
         raise NotInstalled("\n".join(faults))
 
 
+def _of_model(config: Any, name: str) -> Any:
+    return getattr(config.model_config.hf_text_config, name, None)
+
+
 def _context_parallel(parallel: Any) -> int:
     return int(parallel.prefill_context_parallel_size * parallel.decode_context_parallel_size)
 
@@ -160,3 +147,45 @@ def _missing(name: str) -> bool:
 
 def _tested(name: str) -> str:
     return determinism_ascend.TESTED[name][0]
+
+
+ENGINE: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
+    (
+        "MLA and SFA",
+        "dense attention",
+        lambda c: c.model_config.use_mla or bool(_of_model(c, "index_topk")),
+    ),
+    ("attention sinks", "no sinks", lambda c: _of_model(c, "model_type") == "gpt_oss"),
+    ("quantization", "no quantization", lambda c: c.quant_config is not None),
+    ("speculative decoding", "no draft model", lambda c: c.speculative_config is not None),
+    ("LoRA", "no adapters", lambda c: c.lora_config is not None),
+    (
+        "expert parallelism",
+        "tensor parallelism",
+        lambda c: bool(c.parallel_config.enable_expert_parallel),
+    ),
+    (
+        "data parallelism",
+        "one server per replica",
+        lambda c: c.parallel_config.data_parallel_size > 1,
+    ),
+    (
+        "pipeline parallelism",
+        "tensor parallelism",
+        lambda c: c.parallel_config.pipeline_parallel_size > 1,
+    ),
+    (
+        "context parallelism",
+        "tensor parallelism",
+        lambda c: _context_parallel(c.parallel_config) > 1,
+    ),
+    ("prefix caching", "it off", lambda c: bool(c.cache_config.enable_prefix_caching)),
+    ("chunked prefill", "it off", lambda c: bool(c.scheduler_config.enable_chunked_prefill)),
+    ("full graphs", "enforce_eager", lambda c: _graphs(c) not in ("NONE", "PIECEWISE")),
+    (
+        "a scheduler that mixes phases",
+        "ops.scheduling.PhaseScheduler",
+        lambda c: not _phases(c),
+    ),
+)
+"""What an engine must not have come out as: name, what to run with instead, how it is seen."""

@@ -1,4 +1,6 @@
-"""Refuse instead of warn: each fault of a process or an engine is named, and alone enough."""
+"""Refuse instead of warn: each fault of a process or an engine is named, and alone enough; with the
+refusal taken out, the same fault goes through.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ ENGINE = {
 
 
 @pytest.mark.parametrize("what", ENGINE)
-def test_one_thing_wrong_in_the_engine_is_one_fault(what: str) -> None:
+def test_one_thing_wrong_in_the_engine_is_one_fault(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert gate.engine_faults(config(), SimpleNamespace()) == []
     path, value = ENGINE[what]
     broken = config()
@@ -72,20 +76,35 @@ def test_one_thing_wrong_in_the_engine_is_one_fault(what: str) -> None:
     setattr(holder, last, value)
     faults = gate.engine_faults(broken, SimpleNamespace())
     assert len(faults) == 1 and what in faults[0] and "Remedy" in faults[0]
+    rest = tuple(row for row in gate.ENGINE if what not in row[0])
+    assert len(rest) == len(gate.ENGINE) - 1
+    monkeypatch.setattr(gate, "ENGINE", rest)
+    assert gate.engine_faults(broken, SimpleNamespace()) == []
+
+
+def test_every_row_of_the_engine_is_broken_above() -> None:
+    assert {row[0] for row in gate.ENGINE} == {
+        row[0] for what in ENGINE for row in gate.ENGINE if what in row[0]
+    }
 
 
 @pytest.mark.parametrize(
     "name", [k for k, v in determinism_ascend.ADDITIONAL.items() if not isinstance(v, dict)]
 )
-def test_an_option_of_vllm_ascend_that_came_out_on(name: str) -> None:
+def test_an_option_of_vllm_ascend_that_came_out_on(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ascend = SimpleNamespace(**deepcopy(dict(determinism_ascend.ADDITIONAL)))
     assert gate.engine_faults(config(), ascend) == []
     setattr(ascend, name, 2)
     (fault,) = gate.engine_faults(config(), ascend)
     assert name in fault
+    rest = {k: v for k, v in determinism_ascend.ADDITIONAL.items() if k != name}
+    monkeypatch.setattr(determinism_ascend, "ADDITIONAL", rest)
+    assert gate.engine_faults(config(), ascend) == []
 
 
-def test_variables_are_read_back_in_every_process() -> None:
+def test_variables_are_read_back_in_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gate.variable_faults(forced()) == []
     for name in forced():
         left = {k: v for k, v in forced().items() if k != name}
@@ -93,6 +112,15 @@ def test_variables_are_read_back_in_every_process() -> None:
         assert fault.startswith(f"{name}: None")
     (fault,) = gate.variable_faults({**forced(), "HCCL_OP_EXPANSION_MODE": "AIV"})
     assert "HCCL_OP_EXPANSION_MODE: 'AIV'" in fault and "must be unset" in fault
+    rows = determinism.table("npu")
+    for row in rows:
+        if isinstance(row, Force) and row.kind == "env":
+            other = {**forced(), row.name: "something else"}
+            assert len(gate.variable_faults(other)) == 1
+            rest = tuple(kept for kept in rows if kept is not row)
+            with monkeypatch.context() as without:
+                without.setattr(determinism, "table", lambda _, rest=rest: rest)
+                assert gate.variable_faults(other) == []
 
 
 @pytest.mark.parametrize(

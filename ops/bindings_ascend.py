@@ -374,21 +374,31 @@ def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor
     return weights, ids
 
 
+def _scoring(options: dict[str, Any]) -> str:
+    return str(options.get("scoring_func", "softmax"))
+
+
+def _activation(options: dict[str, Any]) -> str:
+    chosen = options.get("activation", "silu")
+    return str(getattr(chosen, "value", chosen))
+
+
+EXPERTS_REFUSED: tuple[tuple[str, Callable[[Any, Any, dict[str, Any]], Any]], ...] = (
+    ("grouped top-k", lambda _m, _l, o: o.get("use_grouped_topk")),
+    ("a routing function of its own", lambda _m, _l, o: o.get("custom_routing_function")),
+    ("scoring other than softmax", lambda _m, _l, o: _scoring(o) != "softmax"),
+    ("a score correction", lambda _m, _l, o: o.get("e_score_correction_bias") is not None),
+    ("an expert map", lambda _m, _l, o: o.get("expert_map") is not None),
+    ("weights on the input", lambda _m, _l, o: o.get("apply_router_weight_on_input")),
+    ("an activation other than SiLU", lambda _m, _l, o: _activation(o) != "silu"),
+    ("expert biases", lambda m, _l, _o: m.moe.has_bias),
+    ("zero experts", lambda _m, layer, _o: getattr(layer, "zero_expert_num", 0)),
+)
+"""What an expert layer must not ask for: name, and how it is seen in (method, layer, options)."""
+
+
 def _refuse_experts(method: Any, layer: Any, options: dict[str, Any]) -> None:
-    activation = options.get("activation", "silu")
-    wrong = {
-        "grouped top-k": options.get("use_grouped_topk"),
-        "a routing function of its own": options.get("custom_routing_function"),
-        f"scoring by {options.get('scoring_func')}": options.get("scoring_func", "softmax")
-        != "softmax",
-        "a score correction": options.get("e_score_correction_bias") is not None,
-        "an expert map": options.get("expert_map") is not None,
-        "weights on the input": options.get("apply_router_weight_on_input"),
-        f"activation {activation}": getattr(activation, "value", activation) != "silu",
-        "expert biases": method.moe.has_bias,
-        "zero experts": getattr(layer, "zero_expert_num", 0),
-    }
-    found = [what for what, there in wrong.items() if there]
+    found = [what for what, there in EXPERTS_REFUSED if there(method, layer, options)]
     if found:
         raise NotInstalled(
             f"vllm_ascend.FusedMoE: {', '.join(found)}: no proven kernel. "

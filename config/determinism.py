@@ -172,7 +172,7 @@ COMMON: tuple[Row, ...] = (
         ALL,
         "no quantized kernel is proven invariant",
         "serve the unquantized model, or SAMEBITS_DETERMINISM=off",
-        "FACTS",
+        "no proof: tests/ops has no quantized case",
         _setting("quantization"),
     ),
 )

@@ -151,6 +151,7 @@ def _whole_prompts(settings: Settings, _: Mapping[str, str]) -> str | None:
 _BI = "vllm_ascend/batch_invariant.py"
 _CONFIG = "vllm_ascend/ascend_config.py"
 _ENVS = "vllm_ascend/envs.py"
+_CP = "vllm_ascend/attention/context_parallel/attention_cp.py"
 _FAQ = "vllm-ascend docs/source/faqs.md, 15"
 
 COLLECTIVES: tuple[Row, ...] = (
@@ -213,7 +214,7 @@ KERNELS: tuple[Row, ...] = (
     _env("VLLM_ASCEND_ENABLE_NZ", "0", "another weight layout is another kernel", _BI, "1"),
     _env("VLLM_ASCEND_ENABLE_MATMUL_ALLREDUCE", "0", "fuses past the ordered sum", _ENVS),
     _env("VLLM_ASCEND_ENABLE_FLASHCOMM1", "0", "splits rows by the number of tokens", _ENVS),
-    _env("VLLM_ASCEND_FLASHCOMM2_PARALLEL_SIZE", "0", "the same", _ENVS),
+    _env("VLLM_ASCEND_FLASHCOMM2_PARALLEL_SIZE", "0", "exchanges rows by their number", _ENVS),
     _env("VLLM_ASCEND_ENABLE_FUSED_MC2", "0", "fuses experts and communication", _ENVS),
     _env("VLLM_ASCEND_ENABLE_MLAPO", "0", "an MLA kernel that is not proven", _ENVS, "1"),
     _env("VLLM_ASCEND_BALANCE_SCHEDULING", "0", "schedules by load", _ENVS),
@@ -267,11 +268,26 @@ SCHEDULING: tuple[Row, ...] = (
         "vllm_ascend/attention/attention_v1.py, _get_fia_params",
     ),
     _option("async_scheduling", False, "the scheduler above is synchronous", "ops/scheduling.py"),
-    _option("enable_expert_parallel", False, "no claim, no proof", "vllm-ascend docs"),
-    _option("prefill_context_parallel_size", 1, "bypasses the invariant attention", _BI),
-    _option("decode_context_parallel_size", 1, "bypasses the invariant attention", _BI),
-    _option("data_parallel_size", 1, "pads by the other replicas' load", "not proven"),
-    _option("pipeline_parallel_size", 1, "not proven", "not proven"),
+    _option(
+        "enable_expert_parallel",
+        False,
+        "sends rows to other ranks by what the batch routes there; no claim, no proof",
+        "vllm-ascend docs, batch_invariance.md (no word of it)",
+    ),
+    _option("prefill_context_parallel_size", 1, "bypasses the invariant attention", _CP),
+    _option("decode_context_parallel_size", 1, "bypasses the invariant attention", _CP),
+    _option(
+        "data_parallel_size",
+        1,
+        "pads by the other replicas' load",
+        "vllm_ascend/worker/model_runner_v1.py, _sync_metadata_across_dp",
+    ),
+    _option(
+        "pipeline_parallel_size",
+        1,
+        "keeps several batches in flight, shared out by load; no claim, no proof",
+        "vllm-ascend docs, batch_invariance.md (no word of it)",
+    ),
     Refuse(
         "whole prompts",
         NPU,
@@ -333,7 +349,7 @@ REFUSED: tuple[Row, ...] = (
         NPU,
         "no quantized kernel is proven invariant",
         "serve the unquantized model",
-        "vllm-ascend docs",
+        "vllm-ascend docs, batch_invariance.md (no word of it)",
         _model_has("quantization_config", "quantize"),
     ),
 )

@@ -1,4 +1,5 @@
-"""The Ascend rows of config/determinism: each is a refusal of its own, seen to fail without it.
+"""The rows of config/determinism that an NPU has: each is a refusal of its own, seen to fail
+without it.
 
 For each row there is one way to break it. With the table as it is the start stops, and the message
 names the fault and a remedy; with that one row taken out the same start goes through.
@@ -42,6 +43,8 @@ WRONG = {
     "VLLM_ASCEND_BALANCE_SCHEDULING": "1",
     "DYNAMIC_EPLB": "true",
     "VLLM_USE_V2_MODEL_RUNNER": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "1",
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
 }
 # Options that are settings of ours, and a value that breaks the promise.
 WISHES: dict[str, Any] = {
@@ -95,6 +98,8 @@ REFUSALS: dict[str, Break] = {
         model(folder, quantization_config={"quant_method": "awq"}),
         {},
     ),
+    "VLLM_PLUGINS": lambda _f, _m: ({}, {"VLLM_PLUGINS": "another"}),
+    "quantization": lambda _f, _m: ({"quantization": "awq"}, {}),
     "whole prompts": lambda _f, _m: ({"max_model_len": 4096, "max_num_batched_tokens": 2048}, {}),
 }
 
@@ -102,10 +107,16 @@ REFUSALS: dict[str, Break] = {
 def refusable() -> list[Row]:
     """The rows that a user's settings or environment can contradict."""
     rows: list[Row] = []
-    for row in determinism_ascend.ROWS:
+    for row in determinism.table("npu"):
         if isinstance(row, Refuse) or row.kind == "env" or row.name in Settings.model_fields:
             rows.append(row)
     return rows
+
+
+def unsettable() -> list[str]:
+    """The forced options that are no setting of ours: asking for one is refused by name."""
+    known = [row.name for row in refusable()]
+    return [row.name for row in determinism.table("npu") if row.name not in known]
 
 
 def breaking(
@@ -129,9 +140,27 @@ def test_refused_with_the_row_and_only_with_it(
         determinism.resolve(settings, "npu", env)
     lines = str(refusal.value).splitlines()
     assert len(lines) == 1 and "Remedy:" in lines[0] and row.reason in lines[0]
-    rest = tuple(other for other in determinism_ascend.ROWS if other is not row)
-    monkeypatch.setattr(determinism_ascend, "ROWS", rest)
+    for module, name in ((determinism_ascend, "ROWS"), (determinism, "COMMON")):
+        rest = tuple(other for other in getattr(module, name) if other is not row)
+        monkeypatch.setattr(module, name, rest)
     determinism.resolve(settings, "npu", env)
+
+
+@pytest.mark.parametrize("name", unsettable())
+def test_what_is_no_setting_is_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from config.settings import SettingsError, load
+
+    monkeypatch.setenv(f"SAMEBITS_{name.upper()}", "2")
+    with pytest.raises(SettingsError, match=rf"^SAMEBITS_{name.upper()}=2: unknown setting; .+$"):
+        load({"device": "npu"})
+    monkeypatch.delenv(f"SAMEBITS_{name.upper()}")
+    load({"device": "npu"})
+
+
+def test_every_row_is_either_of_the_two() -> None:
+    rows = determinism.table("npu")
+    assert len(rows) == len(refusable()) + len(unsettable())
+    assert len(determinism_ascend.ROWS) < len(rows)
 
 
 def test_a_plain_start_goes_through_and_forces_everything() -> None:
@@ -159,7 +188,7 @@ def test_profiles_start(profile: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_row_says_why_and_from_where() -> None:
-    for row in determinism_ascend.ROWS:
-        assert row.reason and row.source and row.devices == ("npu",)
+    for row in determinism.table("npu"):
+        assert row.reason and row.source and "npu" in row.devices
         if isinstance(row, Force) and row.kind == "env":
             assert WRONG[row.name] not in (row.value, *row.welcome)

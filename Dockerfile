@@ -1,5 +1,7 @@
 # Three images, one file: --target cpu | cuda | ascend. Dependencies by lock first, our sources last, so that a change of
 # ours moves one layer of a few megabytes. docs/deploy.md says how to run them, and what was run and what was not.
+# hadolint global ignore=DL3008,DL3025
+# (Debian's mirrors keep one version of a package, so none can be pinned; HEALTHCHECK needs a shell for its variables.)
 ARG CPU_BASE=debian:bookworm-slim
 ARG CUDA_BASE=debian:bookworm-slim
 # The start accepts vllm-ascend 0.23.0.post1 only, hence this tag. Atlas A3: the same with -a3, and SOC=ascend910_93.
@@ -95,7 +97,7 @@ FROM ${ASCEND_BASE} AS ascend
 ARG SOC=ascend910b
 ARG PIP_INDEX_URL
 ARG UID=1000
-USER root
+USER 0
 COPY docker/ascend_library.sh /tmp/
 # Fails the build if the AscendC batch-invariant library is not there afterwards; upstream's own build logs that and goes on.
 RUN bash /tmp/ascend_library.sh ${SOC} && rm /tmp/ascend_library.sh

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -59,8 +60,8 @@ class Container:
     def __init__(self, root: Path, work: Path, config: dict[str, Any], *args: str, **env: str):
         self.root, self.log = root, work / "server.log"
         volume = work / "volume"
-        volume.mkdir(exist_ok=True)
-        os.chown(volume, UID, GID)
+        threads = os.environ.get("SAMEBITS_NUM_THREADS")
+        env = ({"SAMEBITS_NUM_THREADS": threads} if threads else {}) | env
         variables = [*config["Env"], *(f"{k}={v}" for k, v in env.items())]
         spaces = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--net", "--ipc"]
         inside = ["bash", "-c", INSIDE, "inside", str(root), str(volume), *variables]
@@ -128,6 +129,9 @@ def say(words: str, holds: bool = True) -> None:
 
 def runs(root: Path, work: Path, config: dict[str, Any]) -> None:
     """Start, answer, drain, stop; then again on the used volume, to the same bits."""
+    shutil.rmtree(work / "volume", ignore_errors=True)
+    (work / "volume").mkdir()
+    os.chown(work / "volume", UID, GID)
     box = Container(root, work, config)
     say(f"first start, demo model made in the empty volume: ready after {box.ready():.0f} s")
     facts = Path(f"/proc/{box.first}/status").read_text()
@@ -165,7 +169,7 @@ def drains(box: Container) -> None:
     got: list[Any] = []
     stream = threading.Thread(target=lambda: got.append(box.ask(**options, stream=True)))
     stream.start()
-    while not _open_requests(box):
+    while not _in_engine(box):
         time.sleep(0.05)
     os.kill(box.first, 15)
     told = time.monotonic()
@@ -181,9 +185,9 @@ def drains(box: Container) -> None:
     say(f"exit code {code}, {time.monotonic() - ended:.1f} s after the last answer", code == 0)
 
 
-def _open_requests(box: Container) -> bool:
+def _in_engine(box: Container) -> bool:
     shown = box.enter("curl", "-s", f"http://127.0.0.1:{PORT}/metrics").stdout
-    return any(line == "samebits_open_requests 1.0" for line in shown.splitlines())
+    return any(line == "samebits_choices_in_engine 1.0" for line in shown.splitlines())
 
 
 def refuses(root: Path, work: Path, config: dict[str, Any]) -> None:
@@ -202,6 +206,7 @@ def _faults() -> Iterator[tuple[list[str], dict[str, str], str]]:
     yield ["--model", "/root/model"], {}, "can't be read"
     yield [], {"SAMEBITS_CACHE_DIR": "/opt/cache"}, "SAMEBITS_CACHE_DIR"
     yield ["--device", "npu"], {}, "vllm-ascend is not installed"
+    yield ["--device", "cuda"], {}, "no CUDA build of vllm is installed"
 
 
 def _word(log: str, word: str) -> str:

@@ -75,7 +75,7 @@ def device_facts(kind: str, model: str | None = None) -> dict[str, Any]:
         return {**facts, "model": model or cpu_model()}
     facts["model"] = model or "unknown"
     if kind == "cuda":
-        return {**facts, "driver": _nvidia_driver()}
+        return {**facts, "driver": nvidia_driver()}
     return {**facts, "driver": _ascend("driver/version.info"), "cann": cann_version()}
 
 
@@ -136,13 +136,14 @@ def _cpuinfo() -> dict[str, str]:
     return {key.strip(): value.strip() for key, value in pairs}
 
 
-def _nvidia_driver() -> str | None:
+def nvidia_driver(module: Path = NVIDIA_DRIVER) -> str | None:
+    """The version of the kernel's NVIDIA module, or None where there is none."""
     try:
-        text = NVIDIA_DRIVER.read_text(encoding="utf-8")
+        text = module.read_text(encoding="utf-8")
     except OSError:
         return None
-    found = re.search(r"Module\s+(\S+)", text)
-    return found.group(1) if found else text.splitlines()[0].strip()
+    found = re.search(r"Module.*?\s(\d+(?:\.\d+)+)\s", text)
+    return found.group(1) if found else None
 
 
 def _ascend(place: str) -> str | None:

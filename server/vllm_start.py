@@ -16,6 +16,7 @@ from typing import Any
 
 from config import determinism
 from config.determinism import Forced
+from config.device import package_version
 from config.settings import DEMO_MODEL, Settings, cache_dir
 from server import demo_model, fingerprint, machine, weights
 
@@ -23,6 +24,8 @@ _log = logging.getLogger("samebits")
 CPU_KV_CACHE_BYTES = 1 << 30
 SHARED_BYTES = 256 << 20  # Docker's default of 64 MiB is too little for vLLM's queues between ranks
 LEAST_BYTES = 1 << 30  # torch and vLLM alone; with less the kernel kills the process half-way
+
+LEAST_NVIDIA_DRIVER = 580  # the first series of CUDA 13, which torch 2.11.0 is built for
 
 
 class StartFault(RuntimeError):
@@ -65,8 +68,32 @@ def resolve_model(settings: Settings) -> str:
     return settings.model
 
 
+def check_gpu(*, nodes: str = "/dev", module: Path = machine.NVIDIA_DRIVER) -> None:
+    """A start on `cuda` needs vLLM's CUDA build, a GPU, and its driver: without them vLLM would
+    quietly serve on the CPU, or fail half-way. Raises `StartFault`.
+    """
+    if package_version("vllm") is None:
+        raise StartFault(
+            "device cuda: no CUDA build of vllm is installed; pip install 'samebits[cuda]', or "
+            "take the image samebits:cuda"
+        )
+    if not [*Path(nodes).glob("nvidia[0-9]*"), *Path(nodes).glob("dxg")]:
+        raise StartFault(
+            f"device cuda: no NVIDIA GPU is to be seen ({nodes}/nvidia0 …); start the container "
+            "with --gpus all, or set SAMEBITS_DEVICE=cpu"
+        )
+    driver = machine.nvidia_driver(module)
+    if driver is not None and int(driver.partition(".")[0]) < LEAST_NVIDIA_DRIVER:
+        raise StartFault(
+            f"device cuda: NVIDIA driver {driver} is too old for CUDA 13; install "
+            f"{LEAST_NVIDIA_DRIVER} or newer on the host"
+        )
+
+
 def check_machine(settings: Settings, device: str, *, shared: str = "/dev/shm") -> None:
     """What a start can't do without, looked at before minutes are spent. Raises `StartFault`."""
+    if device == "cuda":
+        check_gpu()
     home = cache_dir()
     try:
         home.mkdir(parents=True, exist_ok=True)

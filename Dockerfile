@@ -60,8 +60,8 @@ ENV PATH=/opt/samebits/bin:/usr/local/bin:/usr/bin:/bin USER=samebits HOME=/var/
     SAMEBITS_CACHE_DIR=/var/lib/samebits XDG_CACHE_HOME=/var/lib/samebits/cache HF_HOME=/var/lib/samebits/huggingface \
     SAMEBITS_DEVICE=cpu SAMEBITS_HOST=0.0.0.0 PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 COPY docker/healthy.py /usr/local/bin/healthy
-RUN --mount=type=bind,from=wheel,source=/dist,target=/dist \
-    /opt/samebits/bin/pip install -q --no-deps --no-index --no-cache-dir /dist/*.whl
+COPY --from=wheel /dist /tmp/dist
+RUN /opt/samebits/bin/pip install -q --no-deps --no-index --no-cache-dir /tmp/dist/*.whl && rm -r /tmp/dist
 USER ${UID}
 WORKDIR /var/lib/samebits
 VOLUME /var/lib/samebits
@@ -82,8 +82,8 @@ ENV PATH=/opt/samebits/bin:/usr/local/bin:/usr/bin:/bin USER=samebits HOME=/var/
     SAMEBITS_DEVICE=cuda SAMEBITS_HOST=0.0.0.0 PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
     NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 COPY docker/healthy.py /usr/local/bin/healthy
-RUN --mount=type=bind,from=wheel,source=/dist,target=/dist \
-    /opt/samebits/bin/pip install -q --no-deps --no-index --no-cache-dir /dist/*.whl
+COPY --from=wheel /dist /tmp/dist
+RUN /opt/samebits/bin/pip install -q --no-deps --no-index --no-cache-dir /tmp/dist/*.whl && rm -r /tmp/dist
 USER ${UID}
 WORKDIR /var/lib/samebits
 VOLUME /var/lib/samebits
@@ -111,8 +111,9 @@ ENV USER=samebits HOME=/var/lib/samebits SAMEBITS_CACHE_DIR=/var/lib/samebits XD
     PYTHONDONTWRITEBYTECODE=1
 COPY docker/healthy.py /usr/local/bin/healthy
 COPY docker/on_ascend.sh /usr/local/bin/on-ascend
-RUN --mount=type=bind,from=wheel,source=/dist,target=/dist \
-    python3 -m pip install -q --no-deps --no-index --no-cache-dir /dist/*.whl && chmod 0755 /usr/local/bin/on-ascend
+COPY --from=wheel /dist /tmp/dist
+RUN python3 -m pip install -q --no-deps --no-index --no-cache-dir /tmp/dist/*.whl && rm -r /tmp/dist \
+ && chmod 0755 /usr/local/bin/on-ascend
 USER ${UID}
 WORKDIR /var/lib/samebits
 VOLUME /var/lib/samebits

@@ -7,7 +7,7 @@ UV := $(shell command -v uv 2>/dev/null || echo $(VENV)-uv/bin/uv)
 STAMP := $(VENV)/.setup
 ARGS ?=
 
-.PHONY: setup serve test test-fast test-slow ascend-env test-ascend lint clean
+.PHONY: setup serve test test-fast test-slow ascend-env test-ascend image soak faults replicas lint clean
 setup: $(STAMP)
 
 $(UV):
@@ -45,6 +45,22 @@ ascend-env: $(STAMP)
 
 test-ascend: ascend-env
 	$(BIN)/python -m pytest tests/ascend tests/ops --timeout 900 $(ARGS)
+
+# The images, where there is no Docker engine: root on Debian with buildah and debootstrap. docs/deploy.md
+image: $(STAMP)
+	docker/build_here.sh
+	docker/ascend_here.sh
+
+# Months of running, in minutes; docs/endurance.md. Longer: make soak HOURS=8
+HOURS ?= 0.1667
+soak: $(STAMP)
+	$(BIN)/python -m tests.endurance.soak --hours $(HOURS) $(ARGS)
+
+faults: $(STAMP)
+	$(BIN)/python -m tests.endurance.faults
+
+replicas: $(STAMP)
+	$(BIN)/python -m tests.endurance.replicas
 
 lint: $(STAMP)
 	$(BIN)/ruff format -q . && $(BIN)/ruff check .

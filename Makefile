@@ -7,7 +7,7 @@ UV := $(shell command -v uv 2>/dev/null || echo $(VENV)-uv/bin/uv)
 STAMP := $(VENV)/.setup
 ARGS ?=
 
-.PHONY: setup serve test test-fast test-slow ascend-env test-ascend image soak faults replicas lint clean
+.PHONY: setup serve test test-fast test-engine test-gpu test-slow ascend-env test-ascend image soak faults replicas lint clean
 setup: $(STAMP)
 
 $(UV):
@@ -35,6 +35,10 @@ test-fast: $(STAMP)
 
 test-engine: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow" --timeout 1200 tests/engine $(ARGS)
+
+# Needs an NVIDIA GPU; says so and skips where there is none.
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest -m gpu --timeout 600 tests/gpu $(ARGS)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m "slow" --timeout 3600 $(ARGS)

@@ -1,62 +1,72 @@
-"""One vLLM engine on a GPU in one mode: bits of the same requests in every company, then times.
+"""One vLLM engine on a GPU in one mode, told what to do by lines on its standard input.
 
-    python -m tests.bench.gpu_engine MODEL MODE OUT.json [--peers N --index I --sync DIR] [options]
+    python -m tests.bench.gpu_engine SHAPE MODE OUT.json [--kv GIB] [--blocks N] [--batched N]
 
-MODE: stock | vllm (VLLM_BATCH_INVARIANT=1) | ours. With peers, N engines of other modes live on the
-same GPU: all prove their bits, then take turns with the clock, one at a time, so that A and B are
-interleaved. Options: --kv GIB (KV cache), --blocks N (few blocks: preemption), --no-times.
-Everything runs compiled, with CUDA graphs. No tokenizer: token ids in, token ids and logprobs out.
+SHAPE: a name of tests.bench.gpu_models. MODE: stock | vllm (VLLM_BATCH_INVARIANT=1) | ours. Lines:
+start, check, bits, lap (one round of the clock), profile, quit. Each is answered by a line
+"@@ {json}" and the report in OUT.json is written anew. So several engines live on one GPU and take
+turns with the clock (tests.bench.gpu_session). Everything runs compiled, with CUDA graphs. No
+tokenizer: token ids in, token ids and logprobs out.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
 import random
+import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
+
+from tests.bench import gpu_models
 
 
 def arguments() -> argparse.Namespace:
     """The command line."""
     p = argparse.ArgumentParser()
-    p.add_argument("model")
+    p.add_argument("shape", choices=list(gpu_models.SHAPES))
     p.add_argument("mode", choices=("stock", "vllm", "ours"))
     p.add_argument("out")
-    p.add_argument("--peers", type=int, default=1)
-    p.add_argument("--index", type=int, default=0)
-    p.add_argument("--sync", default="")
-    p.add_argument("--kv", type=float, default=12)
+    p.add_argument("--kv", type=float, default=10)
     p.add_argument("--blocks", type=int, default=0)
-    p.add_argument("--rounds", type=int, default=3)
-    p.add_argument("--no-times", action="store_true")
-    p.add_argument("--no-bits", action="store_true")
+    p.add_argument("--batched", type=int, default=8192)
+    p.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     return p.parse_args()
 
 
 class Bench:
     """One engine and what is asked of it."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, options: dict[str, Any]) -> None:
         from vllm import LLM, SamplingParams
         from vllm.inputs import TokensPrompt
 
+        gpu_models.install()
         self.args = args
-        self.report: dict[str, Any] = {"model": args.model, "mode": args.mode, "bits": {}}
+        self.report: dict[str, Any] = {"shape": args.shape, "mode": args.mode, "bits": {},
+                                       "laps": []}  # fmt: skip
         self.sampling, self.tokens = SamplingParams, TokensPrompt
         started = time.time()
-        options: dict[str, Any] = {"kv_cache_memory_bytes": int(args.kv * 2**30)}
-        if args.mode != "stock":
-            options["disable_cascade_attn"] = True
+        options = {"generation_config": "vllm", **options}
+        options["kv_cache_memory_bytes"] = int(args.kv * 2**30)
         if args.blocks:
             options["num_gpu_blocks_override"] = args.blocks
-        self.llm = LLM(model=args.model, skip_tokenizer_init=True, max_model_len=4096,
-                       max_num_seqs=256,
-                       gpu_memory_utilization=0.2, **options)  # fmt: skip
+            options["disable_log_stats"] = False  # counts preemptions
+        model = gpu_models.configuration(args.shape, Path(args.out).parent / "models")
+        self.llm = LLM(model=str(model), load_format="dummy", skip_tokenizer_init=True,
+                       max_model_len=4096, max_num_seqs=256, max_num_batched_tokens=args.batched,
+                       gpu_memory_utilization=0.05, **options)  # fmt: skip
         self.report["start_s"] = time.time() - started
+        config = self.llm.llm_engine.vllm_config
+        self.report["runner"] = "V2" if config.use_v2_model_runner else "V1"
+        self.report["graphs"] = str(config.compilation_config.cudagraph_mode)
+        self.report["async_scheduling"] = config.scheduler_config.async_scheduling
+        self.vocab = min(150000, config.model_config.get_vocab_size())
         rng = random.Random(7)
         self.probe = [self.prompt(rng, n) for n in (5, 17, 64, 129, 300, 777, 1500, 33)]
         self.fill = [self.prompt(rng, rng.choice((8, 31, 100, 250, 512, 900))) for _ in range(248)]
@@ -64,7 +74,7 @@ class Bench:
         self.long = [self.prompt(rng, 3500) for _ in range(6)]
 
     def prompt(self, rng: random.Random, n: int) -> Any:
-        return self.tokens(prompt_token_ids=[rng.randrange(1000, 150000) for _ in range(n)])
+        return self.tokens(prompt_token_ids=[rng.randrange(1000, self.vocab) for _ in range(n)])
 
     def params(self, seed: int, temperature: float, n: int = 64) -> Any:
         return self.sampling(temperature=temperature, seed=1000 + seed, max_tokens=n, min_tokens=n,
@@ -80,10 +90,13 @@ class Bench:
         return [self.digest(o) for o in self.llm.generate(prompts, params, use_tqdm=False)]
 
     def compare(self, name: str, wanted: list[Any], got: list[Any]) -> None:
-        equal = sum(a == b for a, b in zip(wanted, got, strict=True))
-        tokens = sum(a[0] == b[0] for a, b in zip(wanted, got, strict=True))
-        self.report["bits"][name] = f"{equal}/{len(wanted)}"
-        self.report["bits"][name + " tokens"] = f"{tokens}/{len(wanted)}"
+        pairs = list(zip(wanted, got, strict=True))
+        equal = sum(a == b for a, b in pairs)
+        self.report["bits"][name] = f"{equal}/{len(pairs)}"
+        if equal < len(pairs):  # where each begins to differ: tokens, logprobs
+            first = [[next((i for i, (u, v) in enumerate(zip(a[k], b[k], strict=True)) if u != v),
+                           -1) for k in (0, 1)] for a, b in pairs]  # fmt: skip
+            self.report.setdefault("first difference", {})[name] = first
 
     def bits(self) -> None:
         """The matrix of issue B that a single engine can show."""
@@ -115,10 +128,11 @@ class Bench:
             llm.reset_prefix_cache()
             self.compare(f"{tag} prefill bursts", alone, self.burst(mine))
         llm.reset_prefix_cache()
-        params = [self.params(i, 0.0, 128) for i in range(44)]
-        runs = [hashlib.sha256(repr(self.run(self.fill[:44], params)).encode()).hexdigest()[:8]
-                for _ in range(5)]  # fmt: skip
-        self.report["bits"]["44 together x5 outcomes"] = len(set(runs))
+        for temperature in (0.0, 1.0):
+            params = [self.params(i, temperature, 128) for i in range(44)]
+            runs = [hashlib.sha256(repr(self.run(self.fill[:44], params)).encode()).hexdigest()
+                    for _ in range(5)]  # fmt: skip
+            self.report["bits"][f"T={temperature} 44 together x5, outcomes"] = len(set(runs))
         self.report["bits"]["preemptions"] = self.preemptions()
 
     def burst(self, mine: list[Any]) -> list[Any]:
@@ -145,107 +159,129 @@ class Bench:
         except Exception:
             return -1
 
-    def times(self, turn: Any) -> None:
-        """Throughput of 128 × (512 in + 128 out) and one stream of 128 tokens, in turns."""
+    def lap(self) -> None:
+        """One round of the clock: 128 × (512 in + 128 out) and one stream of 128 tokens, at
+        temperature 1 with seeds and logprobs, and the stream and the batch greedy without."""
+        found: dict[str, float] = {}
+        seeded = [self.params(i, 1.0, 128) for i in range(128)]
+        greedy = [self.sampling(temperature=0.0, max_tokens=128, min_tokens=128, ignore_eos=True,
+                                detokenize=False)] * 128  # fmt: skip
+        for name, params in (("", seeded), (" greedy", greedy)):
+            self.llm.reset_prefix_cache()
+            seconds = [self.clock(self.big, params), self.clock(self.big[:1], params[:1])]
+            found["tok_s" + name] = 128 * 128 / seconds[0]
+            found["ms_per_token" + name] = seconds[1] / 128 * 1e3
+        self.report["laps"].append(found)
+
+    def clock(self, prompts: list[Any], params: list[Any]) -> float:
+        """Seconds of one generate."""
+        begin = time.perf_counter()
+        self.llm.generate(prompts, params, use_tqdm=False)
+        return time.perf_counter() - begin
+
+    def profile(self) -> None:
+        """Where one stream's time goes: kernels by name, and the host's functions."""
+        import cProfile
+        import pstats
+
         import torch
+        from torch.profiler import ProfilerActivity
 
-        throughput, latency = [], []
-        params = [self.params(i, 1.0, 128) for i in range(128)]
-        for lap in range(self.args.rounds + 1):
-            with turn(lap):
-                self.llm.reset_prefix_cache()
-                torch.cuda.synchronize()
-                begin = time.perf_counter()
-                self.llm.generate(self.big, params, use_tqdm=False)
-                middle = time.perf_counter()
-                self.llm.generate([self.big[0]], [params[0]], use_tqdm=False)
-                end = time.perf_counter()
-            if lap:  # the first lap warms up
-                throughput.append(128 * 128 / (middle - begin))
-                latency.append((end - middle) / 128 * 1e3)
-        self.report["tok_s"], self.report["ms_per_token"] = throughput, latency
+        p = [self.params(0, 1.0, 32)]
+        host = cProfile.Profile()
+        host.enable()
+        self.llm.generate(self.big[:1], p, use_tqdm=False)
+        host.disable()
+        stats: Any = pstats.Stats(host)
+        rows = sorted(stats.stats.items(), key=lambda kv: -kv[1][2])[:45]
+        self.report["host"] = [[f"{Path(k[0]).name}:{k[1]} {k[2]}", v[1], round(v[2] * 1e3, 3),
+                                round(v[3] * 1e3, 3)] for k, v in rows]  # fmt: skip
+        what = ProfilerActivity.CUDA if self.args.device == "cuda" else ProfilerActivity.CPU
+        with torch.profiler.profile(activities=[what]) as found:
+            self.llm.generate(self.big[:1], p, use_tqdm=False)
+        events = sorted(found.key_averages(), key=lambda e: -e.self_device_time_total)[:40]
+        self.report["kernels"] = [
+            [e.key[:120], e.count, round(e.self_device_time_total, 1)] for e in events
+        ]
 
+    def check(self) -> None:
+        """The start's self-check in this process, which is the worker too."""
+        from ops import registry
 
-class Turns:
-    """Engines on one GPU take turns: `turn(lap)` waits for this one's place in lap."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
-        self.at = 0
-
-    def mark(self, name: str) -> None:
-        if self.args.sync:
-            (Path(self.args.sync) / name).touch()
-
-    def wait(self, names: list[str], limit_s: float = 400) -> None:
-        until = time.time() + limit_s
-        while self.args.sync and time.time() < until:
-            if all((Path(self.args.sync) / n).exists() for n in names):
-                return
-            time.sleep(0.05)
-
-    def __call__(self, lap: int) -> Turns:
-        self.at = lap * self.args.peers + self.args.index
-        return self
-
-    def __enter__(self) -> None:
-        if self.at:
-            self.wait([f"turn{self.at - 1}"])
-
-    def __exit__(self, *_: object) -> None:
-        self.mark(f"turn{self.at}")
+        if self.args.mode == "ours":
+            begin = time.time()
+            self.report["checks"] = registry.report(True)
+            self.report["checks"]["elapsed_s"] = time.time() - begin
 
 
-def environment(mode: str) -> None:
-    """What makes a mode, before anything is imported."""
+def environment(args: argparse.Namespace) -> dict[str, Any]:
+    """Set what makes a mode, before anything is imported; returns its engine options."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ["VLLM_BATCH_INVARIANT"] = "0" if mode == "stock" else "1"
-    if mode == "ours":
-        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-    os.environ["VLLM_PLUGINS"] = "samebits" if mode == "ours" else ""
+    os.environ["VLLM_PLUGINS"] = "samebits" if args.mode == "ours" else ""
+    if args.mode == "stock":
+        return {}
+    if args.mode == "vllm":
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
+        return {"disable_cascade_attn": True}
+    from config.determinism import Force, export, table
+
+    rows = [row for row in table(args.device) if isinstance(row, Force)]
+    export({row.name: row.value for row in rows if row.kind == "env"})
+    return {row.name: row.value for row in rows if row.kind == "option"}
+
+
+def one_planner_at_a_time(folder: Path) -> None:
+    """Engines that start together must not disturb each other's race of algorithms."""
+    import fcntl
+
+    from ops.kernels.dense import Planner
+
+    free = Planner._bands
+
+    def bands(self: Any, *args: Any) -> Any:
+        with open(folder / "planner.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return free(self, *args)
+
+    Planner._bands = bands  # type: ignore[method-assign]
+
+
+def obey(args: argparse.Namespace, options: dict[str, Any]) -> None:
+    """Read commands until quit; a fault is part of the answer."""
+    bench: Bench | None = None
+    for line in sys.stdin:
+        command = line.strip()
+        if command == "quit":
+            return
+        begin = time.time()
+        answer: dict[str, Any] = {"did": command}
+        try:
+            if command == "start":
+                bench = Bench(args, options)
+            else:
+                getattr(bench, command)()
+        except BaseException as fault:
+            traceback.print_exc()
+            answer["fault"] = f"{type(fault).__name__}: {str(fault)[:600]}"
+        answer["s"] = round(time.time() - begin, 1)
+        if bench is not None:
+            bench.report.setdefault("answers", []).append(answer)
+            with contextlib.suppress(OSError):
+                Path(args.out).write_text(json.dumps(bench.report, default=str))
+        print("@@", json.dumps(answer), flush=True)
 
 
 def main() -> None:
     args = arguments()
-    environment(args.mode)
-    turns = Turns(args)
-    bench: Bench | None = None
-    try:
-        bench = Bench(args)
-        print(args.mode, f"started in {bench.report['start_s']:.0f} s", flush=True)
-        if args.mode == "ours":
-            bench.report["checks"] = check_ops()
-            print(bench.report["checks"]["checks"], flush=True)
-        if not args.no_bits:
-            bench.bits()
-            print(args.mode, bench.report["bits"], flush=True)
-    except Exception:
-        import traceback
+    options = environment(args)
+    import vllm  # noqa: F401
 
-        traceback.print_exc()
-    turns.mark(f"ready{args.index}")
-    turns.wait([f"ready{i}" for i in range(args.peers)])
-    if bench is None:
-        for lap in range(args.rounds + 1):
-            with turns(lap):
-                pass
-        return
-    if not args.no_times:
-        bench.times(turns)
-    Path(args.out).write_text(json.dumps(bench.report, default=str))
-    print(args.mode, {k: bench.report.get(k) for k in ("tok_s", "ms_per_token")}, flush=True)
-
-
-def check_ops() -> dict[str, Any]:
-    """The start's self-check in this process, which is the worker too."""
-    from ops import registry
-
-    begin = time.time()
-    found = registry.report(True)
-    found["elapsed_s"] = time.time() - begin
-    return found
+    if args.mode == "ours" and args.device == "cuda":
+        one_planner_at_a_time(Path(args.out).parent)
+    print("@@", json.dumps({"did": "import"}), flush=True)
+    obey(args, options)
 
 
 if __name__ == "__main__":

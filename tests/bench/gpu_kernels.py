@@ -1,8 +1,9 @@
 """Times of single kernels on a GPU beside what they replace; needs vLLM for CUDA.
 
-    python -m tests.bench.gpu_kernels OUT.json
+    python -m tests.bench.gpu_kernels OUT.json [PART ...]
 
-CUDA graphs of repeated launches, medians; microseconds. Sampling is timed eagerly, as it runs.
+Parts: ceilings products norms softmaxes experts sampling attentions. CUDA graphs of repeated
+launches, medians; microseconds. Sampling is timed eagerly, as it runs.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ops.kernels.dense import planner
 from ops.kernels.triton import attention as att
 from ops.kernels.triton import moe, norm, softmax
 from ops.kernels.triton.linear import Tile
+from tests.bench import gpu_linear
 from tests.bench.gpu_linear import graph_time_us
 
 report: list[dict[str, Any]] = []
@@ -209,8 +211,18 @@ def sampling() -> None:
         _draw(rows)
 
 
+def ceilings() -> None:
+    """What a large copy and a large product reach on this chip now."""
+    found = gpu_linear.ceilings()
+    row("ceilings", **found)
+
+
+PARTS = {f.__name__: f for f in (ceilings, products, norms, softmaxes, experts, sampling,
+                                 attentions)}  # fmt: skip
+
+
 def main() -> None:
-    for part in (products, norms, softmaxes, experts, sampling, attentions):
+    for part in (PARTS[name] for name in sys.argv[2:] or PARTS):
         try:
             part()
         except Exception as fault:

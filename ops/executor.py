@@ -8,11 +8,13 @@ hops of interprocess communication per step.
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
 from typing import Any
 
+import torch
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 
@@ -28,6 +30,10 @@ class InProcessExecutor(UniProcExecutor):
         """As vLLM's; and from now on this process ends with its server, however that ends."""
         threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
         super()._init_executor()
+        gc.enable()  # the server turns it off while it starts
+        # What is left to torch between our kernels is small. Its threads would only make each step
+        # wait for a core that the front end may be using.
+        torch._C.set_num_threads(1)  # vLLM has put a warning in the place of torch.set_num_threads
 
     def determine_available_memory(self) -> list[int]:
         """The KV cache's size in bytes as set. Raises `ValueError` when it was not set."""

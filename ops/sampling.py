@@ -326,7 +326,8 @@ def draw(
     """Draw one token for each row by the fastest form that this device has. Raises `ValueError`
     as `rows` does.
 
-    logits: float32 [N, V] after penalties and masks, not changed. The options are host values,
+    logits: float32 [N, V] after penalties and masks, not changed; on a CPU also bfloat16 or
+    float16, which mean the same numbers. The options are host values,
     one a row: temperature (0: greedy), top_k (0: off), top_p (1: off), min_p (0: off), seeds
     (int64), choices and positions (0 to 2**32 - 1). Returns int64 [N] on the logits' device. No
     row depends on another.
@@ -336,7 +337,7 @@ def draw(
         from ops.kernels.cpu import draw as cpu
 
         native = cpu.load()
-        return native.draw(logits, opts) if native else draw_rows(logits, opts)
+        return native.draw(logits, opts) if native else draw_rows(logits.float(), opts)
     if logits.device.type == "cuda":
         from ops.kernels.triton import draw as triton
 

@@ -151,9 +151,12 @@ def sample(runner: Any, logits: torch.Tensor, spec_decode_metadata: Any = None) 
     logits = logits[: len(requests)]
     raw = batch.__dict__.pop("_samebits_raw", logits)
     kept = _raw_logprobs(batch, raw)
-    x = logits.to(torch.float32)
-    x = sampling_logits.apply(x, [edits(r) for r in requests])
-    x = _think(batch, x)
+    changes = [edits(r) for r in requests]
+    holder = batch.sampling_metadata.thinking_budget_state_holder
+    if logits.device.type == "cpu" and holder is None and all(e.empty for e in changes):
+        x = logits  # the draw reads any type: no second, wider copy of all logits
+    else:
+        x = _think(batch, sampling_logits.apply(logits.to(torch.float32), changes))
     token = sampling.draw(x, *options(requests))
     return SamplerOutput(token.to(torch.int32).unsqueeze(-1), _gathered(batch, kept, token))
 

@@ -22,6 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", default="samebits-check.json", help="the report")
     parser.add_argument("--models", nargs="+", default=[], help="npu: models to run end to end")
     parser.add_argument("--tp", nargs="+", default=[], help="npu: tensor-parallel sizes to run")
+    parser.add_argument(
+        "--quick", action="store_true", help="npu: few rows, narrow ops, short prompts"
+    )
     add_settings(parser)
 
 
@@ -57,6 +60,7 @@ def on_npu(args: argparse.Namespace, tensor_parallel_size: int) -> int:
         command += ["--max-model-len", str(args.set_max_model_len)]
     if args.set_dtype:
         command += ["--dtype", args.set_dtype]
+    command += ["--quick"] if args.quick else []
     return subprocess.run(command, check=False).returncode
 
 

@@ -7,6 +7,7 @@ Exit codes: 0 all well; 1 a difference was found, or the engine died; 2 the star
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import logging
 import sys
@@ -101,6 +102,8 @@ def fail(fault: BaseException) -> int:
 def serve(args: argparse.Namespace) -> int:
     """`samebits serve`."""
     from server.vllm_start import StartFault
+
+    gc.disable()  # imports make a million objects that stay; open_engine turns it on again
 
     try:
         start = start_from(args)

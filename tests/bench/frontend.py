@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import statistics
 import subprocess
 import sys
@@ -24,7 +23,6 @@ from typing import Any
 
 import httpx
 
-from server import demo_model
 from tests.bench.start import free_port
 from tests.engine.conftest import clean_env
 
@@ -34,19 +32,25 @@ OPTIONS += ["--kv-cache-memory-bytes", str(1 << 28), "--max-model-len", "1024"]
 
 
 def tiny_model(folder: Path) -> Path:
-    """A Llama of two layers and random weights, with the demo model's tokenizer."""
+    """A Llama of two layers, random weights, and 1,024 tokens: bytes and pairs learned from the
+    README. (With a vocabulary of 49,152 the LM head and the draw would be what is measured.)
+    """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    source = Path(demo_model.ensure(print))
-    config = AutoConfig.from_pretrained(source)
-    config.update({"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2})
-    config.update({"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32})
+    words = ByteLevelBPETokenizer()
+    readme = Path(__file__).parents[2] / "README.md"
+    words.train(str(readme), vocab_size=1024, special_tokens=["<eos>"], show_progress=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words._tokenizer, eos_token="<eos>")
+    tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    for path in source.iterdir():
-        if "token" in path.name or "template" in path.name or path.name in ("vocab.json",):
-            shutil.copy(path, folder)
+    config = LlamaConfig(
+        vocab_size=1024, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=32, max_position_embeddings=2048,
+        eos_token_id=0, bos_token_id=0, initializer_range=0.03,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 
 

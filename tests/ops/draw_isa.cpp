@@ -18,7 +18,7 @@ int main() {
       const float t = inv_t[next() % 5];
       const int64_t seed = (int64_t)next(), choice = (int64_t)(next() % 5), position = (int64_t)(uint32_t)next();
       int64_t out = -1;
-      sb_draw(x.data(), v, 1, v, &t, &k, &p, &m, &seed, &choice, &position, &out);
+      sb_draw(x.data(), 0, v, 1, v, &t, &k, &p, &m, &seed, &choice, &position, &out);
       printf("%lld ", (long long)out);
     }
   }

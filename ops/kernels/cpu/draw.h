@@ -418,15 +418,29 @@ static void top_row(const float* x, int64_t vocab, int64_t k, int64_t token, int
   }
 }
 
+template <class T> static void widen(const typename T::S* x, float* y, int64_t n) {
+  for (int64_t i = 0; i < n; i += LANES) {
+    const int count = (int)std::min<int64_t>(LANES, n - i);
+    store_n<TF32>(y + i, load_n<T>(x + i, count), count);
+  }
+}
+
 }  // namespace draw
 
 #define DRAW_API extern "C" __attribute__((visibility("default")))
 
-DRAW_API void sb_draw(const float* x, int64_t ld, int64_t m, int64_t vocab, const float* inv_t, const int64_t* top_k,
+// Logits of any type; 16-bit ones are widened row by row, which is exact.
+DRAW_API void sb_draw(const void* x, int dt, int64_t ld, int64_t m, int64_t vocab, const float* inv_t, const int64_t* top_k,
                       const int64_t* top_p, const int64_t* min_p, const int64_t* seed, const int64_t* choice,
                       const int64_t* position, int64_t* out) {
   draw::each_row(m, vocab, [&](int64_t i) {
-    out[i] = draw::row(x + i * ld, vocab, {inv_t[i], top_k[i], top_p[i], min_p[i]}, {seed[i], choice[i], position[i]});
+    const float* row = (const float*)x + i * ld;
+    if (dt != F32) {
+      float* wide = scratch<7>((size_t)vocab);
+      SB_DISPATCH(dt, T, draw::widen<T>((const typename T::S*)x + i * ld, wide, vocab));
+      row = wide;
+    }
+    out[i] = draw::row(row, vocab, {inv_t[i], top_k[i], top_p[i], min_p[i]}, {seed[i], choice[i], position[i]});
   });
 }
 DRAW_API void sb_top(const float* x, int64_t ld, int64_t m, int64_t vocab, int64_t k, const int64_t* token, int32_t* ids,

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ops.kernels.cpu.native import DTYPES
+
 if TYPE_CHECKING:
     from ops.sampling import Rows
 
 _P, _L = ctypes.c_void_p, ctypes.c_int64
 _SIGNATURES: dict[str, tuple[list[Any], Any]] = {
-    "sb_draw": ([_P, _L, _L, _L, *[_P] * 8], None),
+    "sb_draw": ([_P, ctypes.c_int, _L, _L, _L, *[_P] * 8], None),
     "sb_top": ([_P, _L, _L, _L, _L, _P, _P, _P, _P], None),
     "sb_draw_steps": ([_P, _P, _L, _P, _P, _P], None),
     "sb_draw_sweep_words": ([ctypes.c_uint64, ctypes.c_uint64], _L),
@@ -37,11 +39,11 @@ class Draw:
             function.argtypes, function.restype = arguments, result
 
     def draw(self, logits: torch.Tensor, opts: Rows) -> torch.Tensor:
-        """float32 [N, V] on the CPU, not changed -> int64 [N].
+        """float32, bfloat16 or float16 [N, V] on the CPU, not changed -> int64 [N].
 
         `opts` as made by `ops.sampling.rows`.
         """
-        x = _rows(logits)
+        x = _rows(logits, *DTYPES)
         out = torch.empty(x.shape[0], dtype=torch.int64)
         columns = (
             opts.inv_t, opts.top_k, opts.top_p, opts.min_p, opts.seed, opts.choice, opts.position,
@@ -50,7 +52,9 @@ class Draw:
         if any(c.shape != (x.shape[0],) for c in held):
             raise ValueError("draw: every option needs one value a row")
         pointers = [c.ctypes.data for c in held]
-        self.c.sb_draw(x.data_ptr(), x.stride(0), *x.shape, *pointers, out.data_ptr())
+        self.c.sb_draw(
+            x.data_ptr(), DTYPES[x.dtype], x.stride(0), *x.shape, *pointers, out.data_ptr()
+        )
         return out
 
     def top(
@@ -88,8 +92,8 @@ class Draw:
         return noise, bound, mass
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    if x.dim() != 2 or x.dtype != torch.float32 or x.device.type != "cpu":
+def _rows(x: torch.Tensor, *dtypes: torch.dtype) -> torch.Tensor:
+    if x.dim() != 2 or x.dtype not in (dtypes or (torch.float32,)) or x.device.type != "cpu":
         raise TypeError(f"draw: needs float32 [N, V] on the CPU, not {x.dtype} {tuple(x.shape)}")
     return x if x.stride(1) == 1 else x.contiguous()
 

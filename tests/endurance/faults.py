@@ -117,7 +117,7 @@ async def no_descriptors(client: httpx.AsyncClient, served: Served) -> None:
     limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     host, port = served.url.removeprefix("http://").split(":")
     async with streaming(client, 1) as (running,):
-        held = open_files(pid)
+        held = open_files(pid).total()
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (held, limits[1]))
         knocking = [socket.create_connection((host, int(port))) for _ in range(20)]
         await asyncio.sleep(3)

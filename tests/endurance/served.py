@@ -7,6 +7,7 @@ of what a check saw.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -44,7 +46,7 @@ class Served:
             self.begin = out.tell()
             self.process = subprocess.Popen(
                 [SAMEBITS, "serve", "--port", str(self._port)],
-                env=clean_env(**self._settings),
+                env=clean_env(PYTHONFAULTHANDLER="1", **self._settings),
                 stdout=out,
                 stderr=out,
             )
@@ -100,9 +102,25 @@ def rss_bytes(pid: int) -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def open_files(pid: int) -> int:
-    """Descriptors that a process holds."""
-    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+def open_files(pid: int) -> Counter[str]:
+    """Descriptors that a process holds, by what they lead to; of TCP sockets the state."""
+    states = _tcp_states(pid)
+    found: Counter[str] = Counter()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            name, _, inode = os.readlink(link).partition(":[")
+            found[states.get(inode.rstrip("]"), name) if name == "socket" else name] += 1
+    return found
+
+
+TCP_STATES = {"01": "tcp established", "08": "tcp half closed by the client", "0A": "tcp listening"}
+
+
+def _tcp_states(pid: int) -> dict[str, str]:
+    """Inode of each TCP socket in the process' network: its state."""
+    lines = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
+    fields = [line.split() for line in lines]
+    return {f[9]: TCP_STATES.get(f[3], f"tcp state {f[3]}") for f in fields}
 
 
 def body(**options: Any) -> dict[str, Any]:

@@ -111,7 +111,7 @@ class Soak:
     rounds: Counter[str] = field(default_factory=Counter)
     changed: Counter[str] = field(default_factory=Counter)
     slowest_health_s: float = 0.0
-    idle_files: int = 0
+    idle_files: Counter[str] = field(default_factory=Counter)
     samples: list[tuple[int, int, int]] = field(default_factory=list)  # front end, engine, files
 
     def on(self) -> bool:
@@ -238,7 +238,7 @@ class Soak:
             await health(self.client)
             self.slowest_health_s = max(self.slowest_health_s, time.monotonic() - asked)
             pid, engine = self.served.process.pid, self.served.engine
-            files = open_files(pid)
+            files = open_files(pid).total()
             self.samples.append((rss_bytes(pid), rss_bytes(engine), files))
             if number % 6 == 0:
                 front, back, _ = self.samples[-1]
@@ -270,7 +270,7 @@ async def soak(served: Served, seconds: float, seed: int) -> Soak:
         run = Soak(client, served, time.monotonic() + seconds, random.Random(seed))
         for name, asked in probes().items():
             run.wanted[name] = await run.probe(name, asked) or ""
-        run.idle_files = open_files(served.process.pid) + KEPT
+        run.idle_files = open_files(served.process.pid)
         async with asyncio.TaskGroup() as group:
             for name, asked in probes().items():
                 group.create_task(run.probing(name, asked))
@@ -303,8 +303,9 @@ async def judge(run: Soak, see: Findings) -> None:
     await until(lambda: _silent(run.client), 60, 0.2)
     see(True, "load over: no request in the engine, by our count and by its own")
     await asyncio.sleep(1)
-    files = open_files(run.served.process.pid)
-    see(files <= run.idle_files, f"open files of the front end: {files}, before: {run.idle_files}")
+    more = open_files(run.served.process.pid) - run.idle_files
+    words = f"open files of the front end: {more.total()} more than before the load, at most {KEPT}"
+    see(more.total() <= KEPT, words if more.total() <= KEPT else f"{words}: {dict(more)}")
     see(run.slowest_health_s < 2, f"slowest /health under load: {run.slowest_health_s:.2f} s")
     for name, body_ in probes().items():
         if await run.probe(name, body_) != run.wanted[name]:

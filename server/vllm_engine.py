@@ -112,7 +112,8 @@ class VllmEngine:
     ) -> AsyncGenerator[Output, None]:
         translator = Translator(self._text, sampling)
         try:
-            params = sampling_params(sampling, whole=whole)
+            plain = self._start.settings.determinism == "off"
+            params = sampling_params(sampling, whole=whole, plain=plain)
         except ValueError as fault:
             raise InvalidRequest(str(fault)) from fault
         queue = await self._add(prompt, params, request_id, priority)

@@ -10,6 +10,7 @@ AttributeError with the module's name.
 
 from __future__ import annotations
 
+import importlib
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -130,6 +131,7 @@ def prepare() -> None:
     torch.compile = _compile
     sys.meta_path.insert(0, _Finder())
     if "torch._dynamo" not in sys.modules:
-        import torch._dynamo.trace_rules
-
+        for name in STAND_INS:  # torch and vLLM reach them as attributes
+            if name.startswith("torch._dynamo"):
+                importlib.import_module(name)
         torch._dynamo.is_compiling = _is_compiling

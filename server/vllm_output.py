@@ -10,11 +10,12 @@ from server.engine import Output, Position, Sampling, TokenLogprob
 from server.vllm_text import TokenText
 
 
-def sampling_params(sampling: Sampling, *, whole: bool = False) -> Any:
+def sampling_params(sampling: Sampling, *, whole: bool = False, plain: bool = False) -> Any:
     """vLLM's SamplingParams for one choice; `whole`: one output, when it is done.
 
     The seed travels in `extra_args`, where our draw reads it; vLLM's own `seed` stays None, so
-    that it makes no generator. Scoring a prompt (`max_tokens` 0) asks for one token, which
+    that it makes no generator. `plain`: for vLLM's own sampler (determinism is off), whose seed of
+    choice i is seed + i. Scoring a prompt (`max_tokens` 0) asks for one token, which
     `Translator` drops.
     """
     from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -43,7 +44,8 @@ def sampling_params(sampling: Sampling, *, whole: bool = False) -> Any:
         logprobs=sampling.logprobs,
         prompt_logprobs=sampling.prompt_logprobs,
         structured_outputs=_structured(sampling.structured),
-        extra_args={"samebits": own},
+        extra_args=None if plain else {"samebits": own},
+        seed=sampling.seed + sampling.choice if plain else None,
         output_kind=RequestOutputKind.FINAL_ONLY if whole else RequestOutputKind.DELTA,
     )
 

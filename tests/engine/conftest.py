@@ -48,11 +48,17 @@ class Running:
 
 
 @contextmanager
-def serving(log: Path, *args: str, **env: str) -> Iterator[Running]:
+def serving(
+    log: Path, *args: str, command: tuple[str, ...] = (SAMEBITS, "serve"), **env: str
+) -> Iterator[Running]:
     """`samebits serve` with these arguments, ready; stopped by SIGTERM on leaving."""
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [SAMEBITS, "serve", "--port", "0", *args], env=clean_env(**env), stdout=out, stderr=out
+            [*command, "--port", "0", *args],
+            env=clean_env(**env),
+            cwd=Path(__file__).parents[2],
+            stdout=out,
+            stderr=out,
         )
     try:
         deadline = time.monotonic() + START_S

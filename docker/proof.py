@@ -69,8 +69,10 @@ class Container:
             self.process = subprocess.Popen(
                 [*spaces, *inside, *config["Entrypoint"], *args], stdout=out, stderr=out
             )
-        time.sleep(0.5)
-        self.first = int(_children(self.process.pid)[0])
+        self.first = 0  # process 1, by its id here
+        while self.process.poll() is None and not self.first:
+            time.sleep(0.01)
+            self.first = int(next(iter(_children(self.process.pid)), 0))
 
     def enter(self, *command: str) -> subprocess.CompletedProcess[str]:
         """Run a command of this machine in the container's network."""
@@ -105,7 +107,11 @@ class Container:
 
 
 def _children(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    """Process ids below `pid`; none once it has ended."""
+    try:
+        return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
 
 
 def image_config() -> dict[str, Any]:

@@ -185,7 +185,7 @@ class Soak:
         answer = await self.client.post("/v1/completions", json=asked)
         if answer.status_code == 200 and not answer.text.endswith("data: [DONE]\n\n"):
             self.fault(f"a stream without its end: …{answer.text[-200:]}")
-        if '"error"' in answer.text and answer.status_code == 200:
+        if 'data: {"error"' in answer.text and answer.status_code == 200:
             self.fault(f"an error in a stream: …{answer.text[-200:]}")
         return await self._expected(answer.status_code, answer.text)
 
@@ -310,7 +310,8 @@ async def judge(run: Soak, see: Findings) -> None:
     more = open_files(run.served.process.pid) - run.idle_files
     words = f"open files of the front end: {more.total()} more than before the load, at most {KEPT}"
     see(more.total() <= KEPT, words if more.total() <= KEPT else f"{words}: {dict(more)}")
-    see(run.slowest_health_s < 2, f"slowest /health under load: {run.slowest_health_s:.2f} s")
+    see(run.slowest_health_s < 5, f"slowest /health under load: {run.slowest_health_s:.2f} s; "
+        "a liveness probe waits 5 s")  # fmt: skip
     for name, body_ in probes().items():
         if await run.probe(name, body_) != run.wanted[name]:
             see(False, f"probe {name} after the load: changed")

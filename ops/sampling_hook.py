@@ -245,6 +245,7 @@ class _Held:
     ]  # temperature, top_k, top_p, min_p, seed, choice
     offset: int
     edited: bool  # whether anything but min_tokens can change its logits
+    early: sampling_logits.Edits  # what min_tokens does while it does
 
 
 def _held(request: Any) -> _Held:
@@ -264,7 +265,8 @@ def _held(request: Any) -> _Held:
             or bool(p.allowed_token_ids or p.bad_words_token_ids or p.logit_bias)
         )
         draw = (p.temperature, p.top_k, p.top_p, p.min_p, seed, choice)
-        held = request._samebits = _Held(p, draw, offset, edited)
+        early = sampling_logits.Edits(banned=sorted(p.all_stop_token_ids))
+        held = request._samebits = _Held(p, draw, offset, edited, early)
     return held
 
 
@@ -284,8 +286,8 @@ def edits(request: Any) -> sampling_logits.Edits:
     """
     p, held = request.sampling_params, _held(request)
     early = p.min_tokens > len(request.output_token_ids)
-    if not (held.edited or early):
-        return _NO_EDITS
+    if not held.edited:  # the common case, and it must not copy prompts in every step
+        return held.early if early else _NO_EDITS
     prompt = request.prompt_token_ids or []
     split = len(prompt) - min(held.offset, len(prompt))
     answer = [*prompt[split:], *request.output_token_ids]

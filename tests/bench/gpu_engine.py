@@ -220,6 +220,7 @@ def environment(args: argparse.Namespace) -> dict[str, Any]:
     os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ["VLLM_PLUGINS"] = "samebits" if args.mode == "ours" else ""
+    os.environ["VLLM_CACHE_ROOT"] = str(Path(args.out).parent / f"cache-{args.mode}")
     if args.mode == "stock":
         return {}
     if args.mode == "vllm":

@@ -131,8 +131,13 @@ def test_moe_tiles_give_equal_bits() -> None:
         checks.same("moe", f"{tile}", moe.moe(x, w13, w2, weights, ids, tile=tile), want)
         one = moe.moe(x[9:10], w13, w2, weights[9:10], ids[9:10], tile=tile)
         checks.same("moe", f"{tile} alone", one, want[9:10])
-    swapped = moe.moe(x, w13, w2, weights.flip(1), ids.flip(1), tile=Tile(16, 64, 128, 4, 4))
-    checks.must_differ("moe", "slots in another order", swapped, want)
+    # The planted fault: the same sums over the inner columns, backwards. (Slots in another order
+    # would not do: they are bfloat16, and float32 adds four of them almost always exactly.)
+    gate, up = w13.chunk(2, 1)
+    backwards = torch.cat((gate.flip(1), up.flip(1)), 1).contiguous()
+    other = moe.moe(x, backwards, w2.flip(2).contiguous(), weights, ids,
+                    tile=Tile(16, 64, 128, 4, 4))  # fmt: skip
+    checks.must_differ("moe", "inner columns backwards", other, want)
 
 
 def test_rows_of_norm_and_softmax_alone_and_together() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from server.service import ClientGone, service_of
 from server.wire import dumps, loads
 
 B = TypeVar("B", bound=Body)
+INLINE_BYTES = 64 << 10  # a larger body is parsed beside the loop, which answers /health meanwhile
 
 
 async def read_body(request: Request, model: type[B]) -> B:
@@ -22,14 +24,22 @@ async def read_body(request: Request, model: type[B]) -> B:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise WrongContentType("send the body with the header Content-Type: application/json")
-    settings = service_of(request).settings
+    service = service_of(request)
+    settings = service.settings
     try:
         raw = await request.body()
     except ClientDisconnect:
         raise ClientGone from None
-    found = loads(raw, max_depth=settings.max_json_depth)
-    check_counts(found, settings)
-    return model.read(found, strict=settings.strict)
+
+    def parse() -> B:
+        found = loads(raw, max_depth=settings.max_json_depth)
+        check_counts(found, settings)
+        return model.read(found, strict=settings.strict)
+
+    if len(raw) <= INLINE_BYTES:
+        return parse()
+    async with service.parsing:  # one at a time, or their threads outvote the loop's
+        return await asyncio.to_thread(parse)
 
 
 def json_answer(

@@ -44,6 +44,7 @@ class Service:
     started: float = field(default_factory=time.time)
     minter: Minter | None = None
     tracer: Any = None
+    parsing: asyncio.Lock = field(default_factory=asyncio.Lock)  # of large bodies
 
     def ready_engine(self) -> Engine:
         """The engine. Raises `NotReady` while it loads or is stuck, `EngineDead` when it is

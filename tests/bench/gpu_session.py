@@ -1,7 +1,7 @@
 """One lease of a GPU, used well: many measurements in the order of their worth, each written down
 as soon as it is known.
 
-    python -m tests.bench.gpu_session OUT_DIR [--seconds 585] [--stages tests first second kernels]
+    python -m tests.bench.gpu_session OUT_DIR [--seconds 585] [--stages STAGE ...]
 
 Engines of several modes and models start together (compiling is work for the host), prove their
 bits, and then take turns with the clock, so that a ratio is of neighbours in time. OUT_DIR gets
@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-STAGES = ("tests", "first", "second", "kernels")
+STAGES = ("tests", "first", "second", "kernels", "third")
 # name: shape, mode, options. GiB of KV cache hold 128 × 640 tokens.
 FIRST = {
     "1.7b ours": ("1.7b", "ours", "--kv 9.5"),
@@ -37,8 +37,8 @@ SECOND = {
     "30b-a3b-16 vllm": ("30b-a3b-16", "vllm", "--kv 3"),
     # after a restart, with other chunks, and with too few blocks for the batch: preemption
     "1.7b ours again": ("1.7b", "ours", "--kv 2 --blocks 1100 --batched 1024"),
-    "8b vllm": ("8b", "vllm", "--kv 12"),
 }
+THIRD = {"8b vllm": ("8b", "vllm", "--kv 12"), "8b stock": FIRST["8b stock"]}
 LAPS = 5  # the first warms up
 
 
@@ -218,7 +218,7 @@ def main() -> None:
     args = p.parse_args()
     lease = Lease(args.out, args.seconds)
     waves: dict[str, dict[str, Engine]] = {}
-    for stage, specs in (("first", FIRST), ("second", SECOND)):
+    for stage, specs in (("first", FIRST), ("second", SECOND), ("third", THIRD)):
         if stage in args.stages:
             chosen = {n: (args.shape or s[0], s[1], s[2]) for n, s in specs.items()
                       if args.only in n}  # fmt: skip

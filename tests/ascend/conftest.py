@@ -110,7 +110,9 @@ class Server:
 
 
 @contextmanager
-def serving(python: Path, model: Path, log: Path, env: dict[str, str]) -> Iterator[Server]:
+def serving(
+    python: Path, model: Path, log: Path, env: dict[str, str], **more: Any
+) -> Iterator[Server]:
     """`samebits serve` on the stand-in NPU; ended on the way out."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -127,6 +129,7 @@ def serving(python: Path, model: Path, log: Path, env: dict[str, str]) -> Iterat
         "num-gpu-blocks-override": 64,
         "gpu-memory-utilization": 0.5,
         "step-timeout-s": 250,  # kernels in the interpreter are slow
+        **more,
     }
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     with log.open("w") as out:

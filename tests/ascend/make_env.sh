@@ -25,7 +25,7 @@ if ! [ -e "$envs/npu/ready" ]; then
 fi
 # The project itself, so that vLLM finds the plugin by its entry point.
 uv pip install -q --python "$envs/npu/bin/python" --no-deps --no-build-isolation -e "$root"
-[ -e "$envs/npu/cann/libhccl.so" ] || TORCH_DEVICE_BACKEND_AUTOLOAD=0 \
+[ "$envs/npu/cann/libhccl.so" -nt "$root/tests/ascend/standin/cann.py" ] || TORCH_DEVICE_BACKEND_AUTOLOAD=0 \
     "$envs/npu/bin/python" "$root/tests/ascend/standin/cann.py" "$envs/npu/cann" >/dev/null
 
 if ! [ -e "$envs/tri/ready" ]; then

@@ -28,7 +28,7 @@ PROMPTS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["dense", "moe"])
+@pytest.fixture(scope="module", params=["dense", "moe", "dense on 2"])
 def server(
     request: pytest.FixtureRequest,
     npu: Path,
@@ -36,7 +36,10 @@ def server(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("server") / "log"
-    with serving(npu, models[request.param], log, variables()) as running:
+    kind, _, size = request.param.partition(" on ")
+    env = variables(STANDIN_NPUS=size, OMP_NUM_THREADS="1") if size else variables()
+    more = {"tensor-parallel-size": size} if size else {}
+    with serving(npu, models[kind], log, env, **more) as running:
         assert running.wait(), running.text()[-3000:]
         yield running
 

@@ -42,6 +42,7 @@ HEADER = """
 #include <string.h>
 static size_t held;
 static int handle[64];
+static __thread int current;
 static int configured = -1;
 static int ordered(void) {
   const char *v = getenv("HCCL_DETERMINISTIC");
@@ -65,7 +66,8 @@ WORKING = {
     ' const char *v = getenv("STANDIN_SOC"); return v ? v : "Ascend910B1"; }',
     "aclrtGetDeviceCount": "int aclrtGetDeviceCount(uint32_t *n) {"
     ' const char *v = getenv("STANDIN_NPUS"); *n = v ? atoi(v) : 1; return 0; }',
-    "aclrtGetDevice": "int aclrtGetDevice(int32_t *d) { *d = 0; return 0; }",
+    "aclrtGetDevice": "int aclrtGetDevice(int32_t *d) { *d = current; return 0; }",
+    "aclrtSetDevice": "int aclrtSetDevice(int32_t d) { current = d; return 0; }",
     "aclrtMalloc": "int aclrtMalloc(void **p, size_t n, int k) { return counted(p, n); }",
     "aclrtMallocAlign32": "int aclrtMallocAlign32(void **p, size_t n, int k)"
     " { return counted(p, n); }",

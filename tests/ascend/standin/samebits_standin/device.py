@@ -39,7 +39,7 @@ def host(x: Any) -> Any:
     return view
 
 
-def device(x: torch.Tensor, where: Any = "npu:0") -> torch.Tensor:
+def device(x: torch.Tensor, where: Any = "npu") -> torch.Tensor:
     """A copy of a CPU tensor on the stand-in device, with its strides."""
     out = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=where)
     if x.numel():
@@ -81,7 +81,7 @@ def on_host(op: Any) -> Callable[..., Any]:
 
         def go(x: Any) -> Any:
             if isinstance(x, torch.Tensor) and x.device.type == "cpu":
-                return device(x, where[0] if where else "npu:0")
+                return device(x, where[0] if where else "npu")
             return x
 
         def argument(values: Any, named: Any, i: int) -> Any:
@@ -173,9 +173,11 @@ def autoload() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         install()
-        from samebits_standin import ops
+        from samebits_standin import hccl, ops
 
         ops.install()
+        if int(os.environ.get("STANDIN_NPUS", "1")) > 1:
+            hccl.install()
     _name_ascend_builtins()
 
 

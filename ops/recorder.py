@@ -36,7 +36,7 @@ PROVEN: dict[str, str] = {
         "stack index index_select"
         " gather embedding lift_fresh unfold narrow flatten movedim repeat flip index_put_ "
         "index_put scatter scatter_"
-        " _reshape_alias constant_pad_nd set_ resize_ repeat_interleave roll tril triu masked_select".split(),  # noqa: E501
+        " _reshape_alias constant_pad_nd set_ resize_ resolve_conj resolve_neg repeat_interleave roll tril triu masked_select".split(),  # noqa: E501
         _MOVES,
     ),
     **dict.fromkeys(
@@ -45,7 +45,8 @@ PROVEN: dict[str, str] = {
         _FILLS,
     ),
     **dict.fromkeys(
-        "eq ne lt le gt ge logical_and logical_or logical_not logical_and_ bitwise_and bitwise_or bitwise_not"  # noqa: E501
+        "eq ne lt le gt ge logical_and logical_or logical_not logical_and_ bitwise_and bitwise_or "
+        "bitwise_not nonzero_numpy"
         " bitwise_xor bitwise_and_ bitwise_or_ isnan isinf isin nonzero any all cumsum bincount equal"  # noqa: E501
         " __rshift__ __lshift__ __and__ __or__ bitwise_left_shift bitwise_right_shift".split(),
         _INTEGER,

@@ -332,7 +332,11 @@ def draw(
     (int64), choices and positions (0 to 2**32 - 1). Returns int64 [N] on the logits' device. No
     row depends on another.
     """
-    opts = rows(temperature, top_k, top_p, min_p, seeds, choices, positions)
+    return draw_with(logits, rows(temperature, top_k, top_p, min_p, seeds, choices, positions))
+
+
+def draw_with(logits: torch.Tensor, opts: Rows) -> torch.Tensor:
+    """`draw` with options that were checked before, one element a row."""
     if logits.device.type == "cpu":
         from ops.kernels.cpu import draw as cpu
 

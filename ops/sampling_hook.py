@@ -17,6 +17,7 @@ No torch.Generator is made for a request: there is no `SamplingParams.seed` left
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import secrets
 from collections import OrderedDict
@@ -24,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from ops import sampling, sampling_logits, sampling_logprobs
@@ -157,7 +159,7 @@ def sample(runner: Any, logits: torch.Tensor, spec_decode_metadata: Any = None) 
         x = logits  # the draw reads any type: no second, wider copy of all logits
     else:
         x = _think(batch, sampling_logits.apply(logits.to(torch.float32), changes))
-    token = sampling.draw(x, *options(requests))
+    token = sampling.draw_with(x, _prepared(runner, requests))
     return SamplerOutput(token.to(torch.int32).unsqueeze(-1), _gathered(batch, kept, token))
 
 
@@ -275,6 +277,21 @@ def options(requests: Sequence[Any]) -> list[Any]:
     held = [_held(r) for r in requests]
     positions = [len(r.output_token_ids) + h.offset for r, h in zip(requests, held, strict=True)]
     return [*zip(*(h.draw for h in held), strict=True), positions]
+
+
+def _prepared(runner: Any, requests: Sequence[Any]) -> sampling.Rows:
+    """The rows' options, made anew only when the batch has other rows than in the last step; the
+    positions are always new.
+    """
+    held = [_held(r) for r in requests]
+    kept = runner.__dict__.get("_samebits_prepared")
+    if kept is None or kept[0] != held:
+        prepared = sampling.rows(*options(requests))
+        runner._samebits_prepared = (held, prepared)
+        return prepared
+    own: sampling.Rows = kept[1]
+    now = [len(r.output_token_ids) + h.offset for r, h in zip(requests, held, strict=True)]
+    return dataclasses.replace(own, position=np.array(now, dtype=np.int64))
 
 
 def edits(request: Any) -> sampling_logits.Edits:

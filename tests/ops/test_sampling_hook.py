@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from ops import sampling_hook
+from ops import sampling, sampling_hook
 from ops.registry import OpsError
 
 vllm = pytest.importorskip("vllm")
@@ -87,6 +88,26 @@ def test_position_is_what_was_answered_plus_the_offset() -> None:
     assert sampling_hook.options([plain])[6] == [7]
 
 
+def test_prepared_options_follow_the_batch() -> None:
+    """Kept from step to step, with new positions; made anew when a row comes, goes or moves."""
+    runner = SimpleNamespace()
+    one, two = _request(seed=3, top_k=5), _request(seed=4, temperature=0.5)
+
+    def same(requests: list[Any]) -> bool:
+        got = sampling_hook._prepared(runner, requests)
+        want = sampling.rows(*sampling_hook.options(requests))
+        names = [field.name for field in dataclasses.fields(want)]
+        return all((getattr(got, n) == getattr(want, n)).all() for n in names)
+
+    assert same([one, two])
+    one.output_token_ids = [5, 6, 7]
+    assert same([one, two])
+    assert same([two, one])
+    assert same([two])
+    two.sampling_params = _request(seed=9).sampling_params
+    assert same([two])
+
+
 def test_a_request_without_a_seed_stops_the_draw() -> None:
     bare = SimpleNamespace(req_id="x", sampling_params=_params(), output_token_ids=[])
     with pytest.raises(OpsError, match="without a seed"):
@@ -114,7 +135,7 @@ def test_bound_to_vllm() -> None:
 
     script = """
 import msgspec
-from ops import sampling_hook
+from ops import sampling, sampling_hook
 from vllm import SamplingParams
 assert SamplingParams(temperature=0.001).temperature == 0.01  # stock lifts it
 assert not sampling_hook.installed()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
+import time
 
+import httpx
 import pytest
 
-from tests.endurance.served import bits, joined, open_files, rss_bytes
-from tests.endurance.soak import MOST_GROWTH, growth, probes
+from tests.endurance.served import Findings, bits, joined, open_files, rss_bytes
+from tests.endurance.soak import MOST_GROWTH, Soak, growth, judge, probes
 
 MIB = 1 << 20
 
@@ -59,3 +62,39 @@ def test_probes_are_fixed() -> None:
     """No unseeded sampling among them: its answers may differ."""
     assert json.dumps(probes()) == json.dumps(probes())
     assert all(p["temperature"] == 0 or p["seed"] is not None for p in probes().values())
+
+
+async def test_a_probe_whose_last_bit_changes_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
+    """The fifth answer differs by one unit in the last place of one logprob."""
+    asked = 0
+
+    def answer(_: httpx.Request) -> httpx.Response:
+        nonlocal asked
+        asked += 1
+        value = -0.5 if asked != 5 else -0.5000000000000001
+        choice = {"index": 0, "text": "a", "finish_reason": "stop", "logprobs": [value]}
+        usage = {"completion_tokens": 1}
+        body = {"choices": [choice], "usage": usage, "system_fingerprint": "sb1"}
+        return httpx.Response(200, json=body)
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://x") as one:
+        run = Soak(one, _Ended(), time.monotonic() + 1, random.Random(4))  # type: ignore[arg-type]
+        run.wanted["greedy"] = await run.probe("greedy", {}) or ""
+        while asked < 6:
+            run.stops = time.monotonic() + 0.01
+            await run.probing("greedy", {})
+        see = Findings()
+        await judge(run, see)
+    assert run.changed == {"greedy": 1} and see.failed
+    assert "CHANGED {'greedy': 1}" in capsys.readouterr().out
+
+
+class _Ended:
+    """A server that has ended."""
+
+    log = "last words"
+
+    class process:
+        @staticmethod
+        def poll() -> int:
+            return 1

@@ -126,7 +126,11 @@ class Soak:
 
     async def probe(self, name: str, asked: Body) -> str | None:
         """The bits of a probe; None when the queue was full."""
-        answer = await self.client.post("/v1/completions", json=asked)
+        try:
+            answer = await self.client.post("/v1/completions", json=asked)
+        except httpx.HTTPError as fault:
+            self.fault(f"probe {name}: {fault!r}")
+            return None
         if answer.status_code == 429:
             self.counts["probe 429"] += 1
             return None
@@ -236,10 +240,13 @@ class Soak:
         """Memory and files every ten seconds, how fast /health answers, one line a minute."""
         began = time.monotonic()
         for number in itertools.count():
+            if self.served.process.poll() is not None:
+                self.stops = 0.0
             if not self.on():
                 return
             asked = time.monotonic()
-            await health(self.client)
+            with contextlib.suppress(httpx.HTTPError):
+                await health(self.client)
             self.slowest_health_s = max(self.slowest_health_s, time.monotonic() - asked)
             pid, engine = self.served.process.pid, self.served.engine
             files = open_files(pid).total()
@@ -291,13 +298,22 @@ async def judge(run: Soak, see: Findings) -> None:
         sys.stdout.write(f"      {kind}: {count}\n")
     asked, changed = run.rounds.total(), dict(run.changed)
     least = min(run.rounds.values(), default=0)
-    see(not changed, f"{asked} probes of {len(run.wanted)} kinds, each {least} times or more: "
-        + (f"CHANGED {changed}" if changed else "every bit as when asked alone"))  # fmt: skip
-    see(run.wanted["seeded"] == run.wanted["seeded, streamed"]
-        and run.wanted["long prompt"] == run.wanted["long prompt, streamed"],
+    held = f"CHANGED {changed}" if changed else "every bit as when asked alone"
+    see(not changed and least > 0, f"{asked} probes of {len(run.wanted)} kinds, each {least} times "
+        f"or more: {held}")  # fmt: skip
+    pairs = [
+        (run.wanted.get(n), run.wanted.get(f"{n}, streamed")) for n in ("seeded", "long prompt")
+    ]
+    see(all(plain and plain == streamed for plain, streamed in pairs),
         "streamed and plain probes have the same bits")  # fmt: skip
     see(least > 0 and run.counts["plain: 429"] > 0, "the queue was full again and again (429)")
     see(not run.faults, "nothing unexpected" if not run.faults else "\n      ".join(run.faults))
+    run.counts["FAIL"] = see.failed
+    if (code := run.served.process.poll()) is not None:
+        last = run.served.log.strip().splitlines()[-1]
+        see(False, f"the server ended under load, exit code {code}: {last}")
+        run.counts["FAIL"] = see.failed
+        return
     columns = list(zip(*run.samples, strict=True))
     for name, column in zip(("front end", "engine"), columns, strict=False):
         grown = growth(column)

@@ -294,7 +294,10 @@ def main(mode: str, folder: str, dtype: str, size: str, name: str = "llama") -> 
         found["checks"] = engine.llm.collective_rpc("check_ops")[0]["checks"]
     same_engine(engine, SIZES[size], found)
     engine.close()
-    for case, options in (ENGINES | (MORE_ENGINES if size == "full" else {})).items():
+    for case, given in (ENGINES | (MORE_ENGINES if size == "full" else {})).items():
+        options = dict(given)
+        if name.startswith("gemma") and "num_gpu_blocks_override" in options:
+            options["num_gpu_blocks_override"] *= 2  # two groups of layers, each with its blocks
         engine = Engine(model, dtype, mode, options)
         if "prefix" in case:
             prefix(engine, case, found)

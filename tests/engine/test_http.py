@@ -351,12 +351,13 @@ def test_the_drain(tmp_path: Path) -> None:
 
         def read() -> None:
             with httpx.Client(base_url=running.url, timeout=60) as other:
-                answers.append(events(other, prompt="a", max_tokens=40, ignore_eos=True))
+                answers.append(events(other, prompt="a", max_tokens=200, ignore_eos=True))
 
         threads = [threading.Thread(target=read) for _ in range(4)]
         for thread in threads:
             thread.start()
-        time.sleep(0.5)
+        with httpx.Client(base_url=running.url, timeout=60) as http:
+            assert until(lambda: _running(http) == 4, 30)
         children = _cores(running.process.pid)
         running.process.send_signal(signal.SIGTERM)
         for thread in threads:

@@ -23,7 +23,7 @@ RUN mkdir -p /usr/local/Ascend/ascend-toolkit /usr/local/Ascend/nnal/atb /vllm-w
 END
 }
 build() { # name of the base, tag
-  buildah bud -q --isolation chroot --format docker --layers --target ascend -t "localhost/$2" \
+  buildah bud -q --isolation chroot --format docker --layers --force-rm --target ascend -t "localhost/$2" \
     --build-arg CPU_BASE=localhost/samebits-base --build-arg "ASCEND_BASE=localhost/$1" . >> "$log" 2>&1
 }
 mkdir -p "$work/empty"

@@ -136,10 +136,10 @@ def _cpuinfo() -> dict[str, str]:
     return {key.strip(): value.strip() for key, value in pairs}
 
 
-def nvidia_driver(module: Path = NVIDIA_DRIVER) -> str | None:
+def nvidia_driver(module: Path | None = None) -> str | None:
     """The version of the kernel's NVIDIA module, or None where there is none."""
     try:
-        text = module.read_text(encoding="utf-8")
+        text = (module or NVIDIA_DRIVER).read_text(encoding="utf-8")
     except OSError:
         return None
     found = re.search(r"Module.*?\s(\d+(?:\.\d+)+)\s", text)

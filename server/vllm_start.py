@@ -68,7 +68,7 @@ def resolve_model(settings: Settings) -> str:
     return settings.model
 
 
-def check_gpu(*, nodes: str = "/dev", module: Path = machine.NVIDIA_DRIVER) -> None:
+def check_gpu(*, nodes: str = "/dev", module: Path | None = None) -> None:
     """A start on `cuda` needs vLLM's CUDA build, a GPU, and its driver: without them vLLM would
     quietly serve on the CPU, or fail half-way. Raises `StartFault`.
     """

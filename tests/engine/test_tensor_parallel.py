@@ -50,6 +50,8 @@ def test_bits_do_not_depend_on_what_travels_together(tmp_path: Path) -> None:
             assert digests == want, how
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_the_matrix_again_on_two_ranks(tmp_path: Path) -> None:
     """Rows, order, arrival, neighbours, chunks, blocks, preemption and prefix hits, each counted
     where that says that it happened."""
@@ -58,7 +60,7 @@ def test_the_matrix_again_on_two_ranks(tmp_path: Path) -> None:
         env=clean_env(),
         capture_output=True,
         text=True,
-        timeout=800,
+        timeout=1700,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, done.stderr[-4000:]

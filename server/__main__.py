@@ -1,8 +1,6 @@
 """`python -m server` is `samebits`."""
 
-import sys
-
-from server.cli import main
+from server.cli import program
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

@@ -10,9 +10,10 @@ import argparse
 import gc
 import importlib
 import logging
+import os
 import sys
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 from config import determinism
 from config.device import detect
@@ -39,12 +40,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
+def program() -> NoReturn:
+    """`main` as a process. It ends without the interpreter's own teardown: all that matters is
+    closed by then, and threads of native libraries were seen to crash there, once in many ends.
+    """
+    try:
+        code = main()
+    except SystemExit as end:  # argparse
+        code = end.code if isinstance(end.code, int) else int(bool(end.code))
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def _parser(chosen: str) -> argparse.ArgumentParser:
     """The parser; only the chosen command's module is imported for its arguments."""
-    parser = argparse.ArgumentParser(prog="samebits", description=__doc__)
+    parser = argparse.ArgumentParser(prog="samebits", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, what in COMMANDS.items():
-        sub = commands.add_parser(name, help=what, description=what)
+        sub = commands.add_parser(name, help=what, description=what, allow_abbrev=False)
         if name == "serve":
             add_settings(sub)
         elif name == chosen:

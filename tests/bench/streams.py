@@ -119,15 +119,16 @@ class Server:
 
 async def _complete(port: int, prompt: Any, tokens: int) -> None:
     """One streamed completion on a connection of its own, read to its end."""
-    body = {"model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 0}
-    raw = json.dumps({**body, "ignore_eos": True, "stream": True})
+    body: dict[str, Any] = {"model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+    body |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
+    raw = json.dumps(body)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\n"
     head += f"Content-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
     writer.write((head + raw).encode())
     answer = await reader.read()
     writer.close()
-    if b" 200 " not in answer[:20] or answer.count(b"data: {") < tokens:
+    if b" 200 " not in answer[:20] or f'"completion_tokens":{tokens}'.encode() not in answer:
         raise SystemExit(f"port {port}: {answer[:500]!r}")
 
 

@@ -2,7 +2,8 @@
 
     .venv/bin/python tests/bench/frontend.py [rounds]
 
-Both servers stay up; the loads alternate between them. The model is so small that what is measured
+Both servers stay up; the loads alternate between them, and the one whose turn it isn't is stopped
+(SIGSTOP), so that no idle loop takes a core. The model is so small that what is measured
 is HTTP, JSON, tokenizing and the road to the engine and back. Prints medians and ratios: requests/s
 (plain, 16 tokens), tokens/s (64 streams of 64 tokens), time to first token of one stream, and
 resident memory of the front-end process.
@@ -12,6 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -24,9 +27,10 @@ from typing import Any
 import httpx
 
 from tests.bench.start import free_port
+from tests.bench.streams import family
 from tests.engine.conftest import clean_env
 
-PLAIN, STREAMS, TOKENS, FIRSTS = 200, 64, 64, 40
+PLAIN, STREAMS, TOKENS, FIRSTS = 400, 64, 64, 40
 OPTIONS = ["--served-model-name", "m", "--max-num-seqs", "64", "--max-num-batched-tokens", "2048"]
 OPTIONS += ["--kv-cache-memory-bytes", str(1 << 28), "--max-model-len", "1024"]
 
@@ -161,9 +165,16 @@ def main(rounds: int) -> None:
             report(rounds, ports, processes)
         finally:
             for process in processes.values():
+                tell(process, signal.SIGCONT)
                 process.terminate()
             for process in processes.values():
                 process.wait(60)
+
+
+def tell(process: subprocess.Popen[bytes], number: int) -> None:
+    """Send a signal to a server and all its processes."""
+    for pid in family(process.pid):
+        os.kill(pid, number)
 
 
 def report(
@@ -171,10 +182,14 @@ def report(
 ) -> None:
     """Warm both up, alternate, print medians and the ratio of ours to stock."""
     found: dict[str, dict[str, list[float]]] = {load: {} for load in LOADS}
+    for process in processes.values():
+        tell(process, signal.SIGSTOP)
     for round_number in range(rounds + 1):
         for load, run in LOADS.items():
             for name, port in ports.items():
+                tell(processes[name], signal.SIGCONT)
                 value = asyncio.run(run(port))
+                tell(processes[name], signal.SIGSTOP)
                 if round_number:
                     found[load].setdefault(name, []).append(value)
     rows = {load: {n: statistics.median(v) for n, v in by.items()} for load, by in found.items()}

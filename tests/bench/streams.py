@@ -40,6 +40,16 @@ COMMON = ["--served-model-name", "m", "--max-num-seqs", "64", "--max-num-batched
 COMMON += ["--kv-cache-memory-bytes", str(1 << 29), "--max-model-len", "1024"]
 
 
+def family(pid: int) -> list[int]:
+    """A process and all that it started, eldest first."""
+    found, at = [pid], 0
+    while at < len(found):
+        for task in Path(f"/proc/{found[at]}/task").glob("*/children"):
+            found += [int(child) for child in task.read_text().split()]
+        at += 1
+    return found
+
+
 class Server:
     """One server and its processes; `with server:` lets it run, else it is stopped."""
 
@@ -77,17 +87,8 @@ class Server:
             return False
 
     def _signal(self, number: int) -> None:
-        for pid in self._pids():
+        for pid in family(self.process.pid):
             os.kill(pid, number)
-
-    def _pids(self) -> list[int]:
-        """The process and all that it started, eldest first."""
-        found, at = [self.process.pid], 0
-        while at < len(found):
-            for task in Path(f"/proc/{found[at]}/task").glob("*/children"):
-                found += [int(pid) for pid in task.read_text().split()]
-            at += 1
-        return found
 
     def __enter__(self) -> Server:
         self._signal(signal.SIGCONT)
@@ -99,13 +100,13 @@ class Server:
     def mib(self) -> float:
         """Memory of all its processes: shared pages counted once (PSS)."""
         total = 0
-        for pid in self._pids():
+        for pid in family(self.process.pid):
             rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
             total += int(rollup.split("\nPss:")[1].split()[0])
         return total / 1024
 
     def end(self) -> None:
-        pids = self._pids()
+        pids = family(self.process.pid)
         self._signal(signal.SIGCONT)
         self.process.terminate()
         try:

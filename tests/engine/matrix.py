@@ -5,14 +5,16 @@ bits.
 
 MODE: ours | stock (our plugin not loaded; greedy only, because a seeded prompt in chunks kills that
 engine) | planted (ours, with ops that look at the number of rows, the number of threads and the
-block size). MODEL: a name of `small_models`. Prints one line of JSON: {check: {probe: digest of
-token ids, logprobs and logits}}, and what was counted to prove that a check did happen.
+block size) | drifting (ours, with an op that looks at how often it was called). MODEL: a name of
+`small_models`. Prints one line of JSON: {check: {probe: digest of token ids, logprobs and logits}},
+and what was counted to prove that a check did happen.
 """
 
 from __future__ import annotations
 
 import gc
 import hashlib
+import itertools
 import json
 import os
 import sys
@@ -269,7 +271,22 @@ def plant() -> None:
         return out.mul_(1 + (kv_cache.shape[2] if kv_cache.ndim > 2 else 0) * 2**-9)
 
     method.apply, impl.forward = planted_apply, planted_forward
-    decoder._plan = lambda layer: None  # op by op, or the planted ops are never called
+    decoder._plan = lambda _: None  # op by op, or the planted ops are never called
+
+
+def drift() -> None:
+    """An op that remembers: each call is a little larger, and nothing is the same twice."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod as method
+
+    from ops.bindings import decoder
+
+    apply, calls = method.apply, itertools.count()
+
+    def drifting_apply(self: Any, layer: Any, x: Any, bias: Any = None) -> Any:
+        return apply(self, layer, x, bias) * (1 + next(calls) % 61 * 2**-9)
+
+    method.apply = drifting_apply
+    decoder._plan = lambda _: None
 
 
 def main(mode: str, folder: str, dtype: str, size: str, name: str = "llama") -> None:
@@ -288,6 +305,8 @@ def main(mode: str, folder: str, dtype: str, size: str, name: str = "llama") -> 
         plugin.register()
     if mode == "planted":
         plant()
+    if mode == "drifting":
+        drift()
     found: dict[str, Any] = {"counted": {}}
     engine = Engine(model, dtype, mode, {})
     if mode == "ours":

@@ -90,3 +90,11 @@ def test_stock_and_planted_ops_are_seen_to_fail(folder: Path, mode: str) -> None
     bad = different(run(folder, mode, "float32"))
     assert {"together", "chunks of 16"} & set(bad)
     assert any(check.endswith(" rows") for check in bad)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_every_check_can_fail(folder: Path) -> None:
+    """With an op that is never the same twice, not one check holds."""
+    found = run(folder, "drifting", "float32", "full")
+    assert set(different(found)) == set(found) - NOT_CHECKS

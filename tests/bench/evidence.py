@@ -16,6 +16,7 @@ import dataclasses
 import json
 import os
 import resource
+import signal
 import statistics
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from server import weights
 from server.engine import Output, Position, Prompt, Sampling, TokenLogprob
 from server.minting import Minter
 from server.receiptlog import ReceiptLog
+from tests.bench.frontend import tell
 from tests.engine.conftest import SAMEBITS, clean_env, serving
 from tests.server.toy import ToyEngine
 
@@ -66,9 +68,15 @@ def bench_receipts(streams: int = 8, tokens: int = 48, rounds: int = 7) -> None:
         log = {"SAMEBITS_RECEIPTS": str(folder / "receipts.jsonl")}
         logged = stack.enter_context(serving(folder / "b", **PATIENT, **log))
         rates: dict[str, list[float]] = {"off": [], "on": []}
+        for server in (plain, logged):  # whose turn it isn't is stopped
+            stack.callback(tell, server.process, signal.SIGCONT)
+            tell(server.process, signal.SIGSTOP)
         for number in range(rounds + 1):
-            for name, server in (("off", plain), ("on", logged)):
+            turns = (("off", plain), ("on", logged))
+            for name, server in turns if number % 2 else turns[::-1]:
+                tell(server.process, signal.SIGCONT)
                 rate = asyncio.run(_load(server.url, streams, tokens, number))
+                tell(server.process, signal.SIGSTOP)
                 if number:  # the first round warms up
                     rates[name].append(rate)
     off, on = (statistics.median(rates[name]) for name in ("off", "on"))

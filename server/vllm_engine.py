@@ -178,8 +178,10 @@ class VllmEngine:
         return not self._llm.errored
 
     async def _ping(self) -> None:
-        """Ask the engine's loop for a sign of life between its steps, once a second."""
-        limit = self._start.settings.step_timeout_s
+        """Ask the engine's loop for a sign of life between its steps, once a second. The limit
+        counts from the last sign, not from the question.
+        """
+        limit = max(self._start.settings.step_timeout_s - PING_S, 0.5)
         while self._alive():
             asked = time.monotonic()
             try:

@@ -28,7 +28,7 @@ test: $(STAMP)
 	$(BIN)/ruff format --check -q . && $(BIN)/ruff check -q .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -m "not engine and not slow and not gpu and not ascend" $(ARGS)
-	$(BIN)/python -m pytest -m "not slow" tests/engine/test_serve.py tests/engine/test_invariance.py tests/engine/test_draw_http.py $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" tests/engine/test_serve.py tests/engine/test_invariance.py tests/engine/test_draw_http.py tests/engine/test_demo_model.py $(ARGS)
 
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest -m "not engine and not slow and not gpu and not ascend" $(ARGS)

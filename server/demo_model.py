@@ -51,8 +51,10 @@ def ensure(say: Callable[[str], None]) -> Path:
         done = ready()
         if done is not None:
             return done
-        temporary = home / f"{FOLDER}.part"
-        shutil.rmtree(temporary, ignore_errors=True)
+        for left in home.glob(f"{FOLDER}.part*"):
+            shutil.rmtree(left, ignore_errors=True)
+        # A name of its own: the converter of a killed start may still be writing into another.
+        temporary = home / f"{FOLDER}.part-{os.getpid()}"
         run = subprocess.run(
             [sys.executable, "-m", "server.demo_model", str(source), str(temporary)]
         )

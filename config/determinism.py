@@ -233,10 +233,10 @@ CUDA: tuple[Row, ...] = (
     Force(
         "env",
         "VLLM_USE_V2_MODEL_RUNNER",
-        "0",
+        None,
         ("cuda",),
-        "the second runner has a sampler of its own; ours is bound into the first",
-        "vllm/v1/worker/gpu/sample/sampler.py",
+        "the draw is bound into both model runners; the architecture decides which one is taken",
+        "vllm/config/vllm.py",
     ),
     Force(
         "env",

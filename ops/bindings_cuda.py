@@ -354,9 +354,7 @@ ATEN: dict[str, Any] = {
 def install_aten() -> None:
     """Under torch's CUDA key, float types only; and their `.out` forms, which Inductor calls."""
     from vllm.model_executor.layers import batch_invariant
-    from vllm.v1.worker.gpu import model_runner
 
-    model_runner.GPUModelRunner.__init__ = _refuse_second_runner
     # vLLM's own overrides of the same ops give way: two owners would be one too many.
     batch_invariant.enable_batch_invariant_mode = _vllm_mode_gives_way
     library = torch.library.Library("aten", "IMPL")
@@ -373,11 +371,6 @@ def _vllm_mode_gives_way() -> None:
     """Stands for vLLM's `enable_batch_invariant_mode`: every op it would take is owned here."""
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-
-
-def _refuse_second_runner(*_: Any, **__: Any) -> None:
-    what = "model runner V2 has a sampler of its own"
-    _refuse("vllm.Sampler", what, "VLLM_USE_V2_MODEL_RUNNER=0, which the start forces")
 
 
 def _guarded(kernel: Any, stock: Any) -> Any:

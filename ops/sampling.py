@@ -16,7 +16,7 @@ or a rejected token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -178,6 +178,8 @@ class Rows:
     seed: npt.NDArray[np.int64]
     choice: npt.NDArray[np.int64]
     position: npt.NDArray[np.int64]
+    #: What a device made of all but `position`; `dataclasses.replace(rows, position=…)` keeps it.
+    forms: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def filtered(self) -> npt.NDArray[np.bool_]:
@@ -326,8 +328,8 @@ def draw(
     """Draw one token for each row by the fastest form that this device has. Raises `ValueError`
     as `rows` does.
 
-    logits: float32 [N, V] after penalties and masks, not changed; on a CPU also bfloat16 or
-    float16, which mean the same numbers. The options are host values,
+    logits: float32 [N, V] after penalties and masks, not changed; bfloat16 and float16 mean the
+    same numbers. The options are host values,
     one a row: temperature (0: greedy), top_k (0: off), top_p (1: off), min_p (0: off), seeds
     (int64), choices and positions (0 to 2**32 - 1). Returns int64 [N] on the logits' device. No
     row depends on another.
@@ -346,4 +348,4 @@ def draw_with(logits: torch.Tensor, opts: Rows) -> torch.Tensor:
         from ops.kernels.triton import draw as triton
 
         return triton.draw(logits, opts)
-    return draw_rows(logits, opts)
+    return draw_rows(logits.float(), opts)

@@ -129,9 +129,15 @@ class Sampler(torch.nn.Module):
                 "vllm.Sampler: called without its rows; speculative decoding is not served"
             )
         n = logits.shape[0]
-        token = sampling.draw(
-            logits.float(), [1.0] * n, [50] * n, [0.9] * n, [0.0] * n, [0] * n, [0] * n, [0] * n
-        )
+        if logits.device.type == "cuda":
+            from ops.kernels.triton import draw
+
+            token = draw.rehearse(logits)
+            sampling_logprobs.of_logits(logits, 0, token)
+        else:
+            token = sampling.draw(
+                logits.float(), [1.0] * n, [50] * n, [0.9] * n, [0.0] * n, [0] * n, [0] * n, [0] * n
+            )
         return SamplerOutput(token.to(torch.int32).unsqueeze(-1), None)
 
 
@@ -152,60 +158,55 @@ def sample(runner: Any, logits: torch.Tensor, spec_decode_metadata: Any = None) 
     requests = [runner.requests[name] for name in batch.req_ids]
     logits = logits[: len(requests)]
     raw = batch.__dict__.pop("_samebits_raw", logits)
-    kept = _raw_logprobs(batch, raw)
-    changes = [edits(r) for r in requests]
-    holder = batch.sampling_metadata.thinking_budget_state_holder
-    if logits.device.type == "cpu" and holder is None and all(e.empty for e in changes):
-        x = logits  # the draw reads any type: no second, wider copy of all logits
-    else:
-        x = _think(batch, sampling_logits.apply(logits.to(torch.float32), changes))
-    token = sampling.draw_with(x, _prepared(runner, requests))
-    return SamplerOutput(token.to(torch.int32).unsqueeze(-1), _gathered(batch, kept, token))
+    held = [_held(r) for r in requests]
+    said = [len(r.output_token_ids) for r in requests]
+    x = logits  # the draw reads any float type: a second, wider copy only where it is written to
+    if any(h.edited or n < h.silent for h, n in zip(held, said, strict=True)):
+        x = sampling_logits.apply(logits.to(torch.float32, copy=True), [edits(r) for r in requests])
+    if batch.sampling_metadata.thinking_budget_state_holder is not None:
+        x = _think(batch, logits.to(torch.float32, copy=True) if x is logits else x)
+    token = sampling.draw_with(x, prepared(runner, requests))
+    return SamplerOutput(token.to(torch.int32).unsqueeze(-1), _gathered(batch, raw, token))
 
 
-def _raw_logprobs(batch: Any, raw: torch.Tensor) -> tuple[list[int], torch.Tensor] | None:
-    """(rows that asked for logprobs, their log-softmax), taken before the logits are edited."""
-    asked = batch.num_logprobs.keys() | batch.logprob_token_ids.keys()
-    rows = [i for i, name in enumerate(batch.req_ids) if name in asked]
-    if not rows:
-        return None
-    some = raw if len(rows) == raw.shape[0] else raw[_index(rows, raw.device)]
-    return rows, sampling_logprobs.log_softmax(some)
-
-
-def _index(rows: list[int], device: torch.device) -> torch.Tensor:
+def index(rows: list[int], device: torch.device) -> torch.Tensor:
     """Row numbers on the device, copied without waiting for what it is busy with."""
     pinned = torch.tensor(rows, pin_memory=device.type == "cuda")
     return pinned.to(device, non_blocking=True)
 
 
-def _gathered(batch: Any, kept: tuple[list[int], torch.Tensor] | None, token: torch.Tensor) -> Any:
-    """vLLM's LogprobsTensors for the batch: each row gets the tokens that it asked for, whether by
-    number or by name; zeros pad it, and fill the rows that didn't ask."""
+def _gathered(batch: Any, raw: torch.Tensor, token: torch.Tensor) -> Any:
+    """vLLM's LogprobsTensors for the batch, of the logits as they were before any edit: each row
+    gets the tokens that it asked for, whether by number or by name; zeros pad it, and fill the rows
+    that didn't ask."""
     from vllm.v1.outputs import LogprobsTensors
 
-    if kept is None:
+    asked = batch.num_logprobs.keys() | batch.logprob_token_ids.keys()
+    if not asked:
         return None
-    rows, logprobs = kept
+    rows = [i for i, name in enumerate(batch.req_ids) if name in asked]
+    if not rows:
+        return None
     if len(rows) == token.shape[0] and not batch.logprob_token_ids:
         # The common case, without a copy from the host: none waits for the forward pass.
-        return LogprobsTensors(*sampling_logprobs.gather(logprobs, batch.max_num_logprobs, token))
+        return LogprobsTensors(*sampling_logprobs.of_logits(raw, batch.max_num_logprobs, token))
     names = {batch.req_id_to_index[r]: list(t) for r, t in batch.logprob_token_ids.items()}
     width = max([batch.max_num_logprobs or 0, *(len(t) for t in names.values())]) + 1
     ids = torch.zeros((token.shape[0], width), dtype=torch.int32, device=token.device)
     values = torch.zeros(ids.shape, dtype=torch.float32, device=token.device)
     ranks = torch.zeros(token.shape[0], dtype=torch.int64, device=token.device)
     for by_name in (False, True):
-        part = [i for i, row in enumerate(rows) if (row in names) == by_name]
+        part = [row for row in rows if (row in names) == by_name]
         if not part:
             continue
-        here = _index(part, token.device)
-        at = _index([rows[i] for i in part], token.device)
+        at = index(part, token.device)
         if by_name:
-            lists = {n: names[rows[i]] for n, i in enumerate(part)}
-            found = sampling_logprobs.named(logprobs[here], lists, token[at])
+            lists = {n: names[row] for n, row in enumerate(part)}
+            found = sampling_logprobs.named(
+                sampling_logprobs.log_softmax(raw[at]), lists, token[at]
+            )
         else:
-            found = sampling_logprobs.gather(logprobs[here], batch.max_num_logprobs, token[at])
+            found = sampling_logprobs.of_logits(raw[at], batch.max_num_logprobs, token[at])
         wide = found[0].shape[1]
         ids[at, :wide], values[at, :wide], ranks[at] = found
     return LogprobsTensors(ids, values, ranks)
@@ -248,6 +249,7 @@ class _Held:
     offset: int
     edited: bool  # whether anything but min_tokens can change its logits
     early: sampling_logits.Edits  # what min_tokens does while it does
+    silent: int  # until how many answer tokens that is
 
 
 def _held(request: Any) -> _Held:
@@ -268,29 +270,25 @@ def _held(request: Any) -> _Held:
         )
         draw = (p.temperature, p.top_k, p.top_p, p.min_p, seed, choice)
         early = sampling_logits.Edits(banned=sorted(p.all_stop_token_ids))
-        held = request._samebits = _Held(p, draw, offset, edited, early)
+        silent = p.min_tokens if p.all_stop_token_ids else 0
+        held = request._samebits = _Held(p, draw, offset, edited, early, silent)
     return held
 
 
-def options(requests: Sequence[Any]) -> list[Any]:
-    """The arguments of `sampling.draw` after the logits, from each request's own SamplingParams."""
-    held = [_held(r) for r in requests]
-    positions = [len(r.output_token_ids) + h.offset for r, h in zip(requests, held, strict=True)]
-    return [*zip(*(h.draw for h in held), strict=True), positions]
-
-
-def _prepared(runner: Any, requests: Sequence[Any]) -> sampling.Rows:
-    """The rows' options, made anew only when the batch has other rows than in the last step; the
-    positions are always new.
+def prepared(runner: Any, requests: Sequence[Any]) -> sampling.Rows:
+    """The rows' options, from each request's own SamplingParams: made anew only when the batch has
+    other rows than in the last step; the positions are always new. Raises `OpsError` on a request
+    without a seed.
     """
     held = [_held(r) for r in requests]
+    now = [len(r.output_token_ids) + h.offset for r, h in zip(requests, held, strict=True)]
     kept = runner.__dict__.get("_samebits_prepared")
     if kept is None or kept[0] != held:
-        prepared = sampling.rows(*options(requests))
+        columns = zip(*(h.draw for h in held), strict=True)
+        prepared = sampling.rows(*columns, positions=now)  # type: ignore[misc]
         runner._samebits_prepared = (held, prepared)
         return prepared
     own: sampling.Rows = kept[1]
-    now = [len(r.output_token_ids) + h.offset for r, h in zip(requests, held, strict=True)]
     return dataclasses.replace(own, position=np.array(now, dtype=np.int64))
 
 
@@ -302,7 +300,7 @@ def edits(request: Any) -> sampling_logits.Edits:
     does.
     """
     p, held = request.sampling_params, _held(request)
-    early = p.min_tokens > len(request.output_token_ids)
+    early = len(request.output_token_ids) < held.silent
     if not held.edited:  # the common case, and it must not copy prompts in every step
         return held.early if early else _NO_EDITS
     prompt = request.prompt_token_ids or []
@@ -400,6 +398,10 @@ def _bind_front() -> None:
             stream(params)
         request = process(self, request_id, prompt, params, *a, **k)
         if request.sampling_params is not None:
+            if getattr(self, "use_v2_model_runner", False):
+                from ops.sampling_runner2 import fits
+
+                fits(request.sampling_params)
             complete(request.sampling_params, request_id)
         return request
 
@@ -427,6 +429,21 @@ def install() -> None:
         bind(gpu_model_runner.GPUModelRunner)
     except (ImportError, AttributeError) as fault:
         raise OpsError(f"vllm.Sampler: this vLLM has another shape: {fault}") from fault
+
+
+def install_both() -> None:
+    """`install`, and into the second model runner, which CUDA has."""
+    from ops import sampling_runner2
+
+    install()
+    sampling_runner2.install()
+
+
+def both_installed() -> bool:
+    """Whether the draw is what runs in either runner."""
+    from ops import sampling_runner2
+
+    return installed() and sampling_runner2.installed()
 
 
 def installed() -> bool:

@@ -14,6 +14,10 @@ def log_softmax(logits: torch.Tensor) -> torch.Tensor:
     """[N, V] of any float dtype -> float32 [N, V], each row by the same operations in the same
     order.
     """
+    if logits.device.type == "cuda":
+        from ops.kernels.triton import logprobs as triton
+
+        return triton.log_softmax(logits)
     x = logits.to(torch.float32)
     if x.device.type == "cpu":
         from ops.kernels.cpu import load
@@ -21,6 +25,20 @@ def log_softmax(logits: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = load().log_softmax(x)
         return out
     return torch.log_softmax(x, dim=-1)
+
+
+def of_logits(
+    logits: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`gather` from the model's own logits [N, V] of any float dtype: the same bits, and on CUDA
+    without the row's other logprobs where only the token's own was asked for.
+    """
+    if logits.device.type == "cuda" and num_logprobs == 0:
+        from ops.kernels.triton import logprobs as triton
+
+        value, rank = triton.of_tokens(logits, token_ids)
+        return token_ids.to(torch.int32).unsqueeze(-1), value.unsqueeze(-1), rank
+    return gather(log_softmax(logits), num_logprobs, token_ids)
 
 
 def _order(x: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ was tuned: tuned tiles change no bit.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from ops import bindings_cuda as bind
@@ -18,9 +19,10 @@ _CHAIN = {"split_k": 1, "chain_k": 16, "accumulator": "float32"}
 
 def rows() -> list[Override]:
     """All override rows of CUDA, in the order in which they are installed."""
-    from ops.sampling_hook import OVERRIDE
+    from ops import sampling_hook as hook
 
-    return [*_aten(), *_layers(), OVERRIDE]
+    draw = replace(hook.OVERRIDE, install=hook.install_both, installed=hook.both_installed)
+    return [*_aten(), *_layers(), draw]
 
 
 def kernels() -> tuple[str, str]:

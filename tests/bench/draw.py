@@ -13,11 +13,13 @@ says so: seeds are the draw's default, and generators only slow vLLM down.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import statistics
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from ops import sampling
@@ -64,10 +66,19 @@ def stock(rows: int, device: str, case: dict[str, float]) -> Callable[[torch.Ten
 
 
 def ours(rows: int, case: dict[str, float]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """As in a step of the engine: the batch's options are ready, as vLLM's are, its positions are
+    new."""
     columns = (case.get("t", 1.0), int(case.get("k", 0)), case.get("p", 1.0), case.get("m", 0.0))
     args = [[c] * rows for c in columns]
-    zero, seeds = [0] * rows, list(range(rows))
-    return lambda x: sampling.draw(x, *args, seeds, zero, zero)
+    opts = sampling.rows(*args, list(range(rows)), [0] * rows, [0] * rows)
+    step = [0]
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        step[0] += 1
+        now = np.array([step[0]] * rows, dtype=np.int64)
+        return sampling.draw_with(x, dataclasses.replace(opts, position=now))
+
+    return run
 
 
 def settle(device: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ops import sampling, sampling_hook
+from ops import sampling_hook
 from ops.registry import OpsError
 
 vllm = pytest.importorskip("vllm")
@@ -82,10 +82,12 @@ def _request(**fields: Any) -> Any:
 def test_position_is_what_was_answered_plus_the_offset() -> None:
     plain = _request(seed=3)
     later = _request(extra_args={"samebits": {"seed": 3, "offset": 40}})
-    columns = sampling_hook.options([plain, later])
-    assert columns[4:] == [(3, 3), (0, 0), [2, 42]]
+    found = sampling_hook.prepared(SimpleNamespace(), [plain, later])
+    assert (found.seed == 3).all()
+    assert (found.choice == 0).all()
+    assert found.position.tolist() == [2, 42]
     plain.output_token_ids = [-1] * 7  # placeholders of asynchronous scheduling
-    assert sampling_hook.options([plain])[6] == [7]
+    assert sampling_hook.prepared(SimpleNamespace(), [plain]).position.tolist() == [7]
 
 
 def test_prepared_options_follow_the_batch() -> None:
@@ -94,9 +96,9 @@ def test_prepared_options_follow_the_batch() -> None:
     one, two = _request(seed=3, top_k=5), _request(seed=4, temperature=0.5)
 
     def same(requests: list[Any]) -> bool:
-        got = sampling_hook._prepared(runner, requests)
-        want = sampling.rows(*sampling_hook.options(requests))
-        names = [field.name for field in dataclasses.fields(want)]
+        got = sampling_hook.prepared(runner, requests)
+        want = sampling_hook.prepared(SimpleNamespace(), requests)
+        names = [field.name for field in dataclasses.fields(want) if field.compare]
         return all((getattr(got, n) == getattr(want, n)).all() for n in names)
 
     assert same([one, two])
@@ -113,7 +115,7 @@ def test_a_request_without_a_seed_stops_the_draw() -> None:
     with pytest.raises(OpsError, match="without a seed"):
         sampling_hook.edits(bare)
     with pytest.raises(OpsError, match="without a seed"):
-        sampling_hook.options([bare])
+        sampling_hook.prepared(SimpleNamespace(), [bare])
 
 
 def test_edits_count_the_offset_as_answer() -> None:
@@ -135,7 +137,7 @@ def test_bound_to_vllm() -> None:
 
     script = """
 import msgspec
-from ops import sampling, sampling_hook
+from ops import sampling_hook
 from vllm import SamplingParams
 assert SamplingParams(temperature=0.001).temperature == 0.01  # stock lifts it
 assert not sampling_hook.installed()

@@ -1,10 +1,10 @@
-"""Where a row's filters cut, in Triton: the last token that min_p, top_k and top_p keep.
+"""Where top_k cuts a row, and top_p after it, in Triton: the last token that they keep.
 
 No sort. Every filter keeps a prefix of one order (logit from high to low, then token id from low to
 high), so a cut is one (logit, token id), found bit by bit: how many tokens, or how much mass, lie
 at or above a candidate. Masses are integers, so no sum depends on its order. Most rows are
-decided on a short list of their largest tokens; the whole row is walked only where that list
-can't decide.
+decided on a short list of their largest tokens; the whole row is walked only where ties are longer
+than that list. Rows with top_p alone never come here: `draw` judges them by their winner.
 """
 
 from __future__ import annotations
@@ -104,15 +104,16 @@ def _last_id(x_ptr, id_ptr, n, listed, cut, cut_id, key, r, BLOCK: tl.constexpr)
 
 @triton.jit
 def _edges_kernel(
-    x_ptr, peak_ptr, stream_ptr, list_x_ptr, list_id_ptr, edge_ptr,
+    x_ptr, peak_ptr, table_ptr, slot_ptr, list_x_ptr, list_id_ptr, edge_ptr,
     V, groups, stride_x,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, LIST: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """edge[row] = (logit, token id, lowest t) of the last token kept; everything where no filter
-    is on.
+    """edge[row] = (logit, token id) of the last token that top_k, and top_p among what it leaves,
+    keep; (-inf, the largest id) for a row without top_k.
     """
     row = tl.program_id(0).to(tl.int64)
-    s = stream_ptr + row * 8
+    s = table_ptr + tl.load(slot_ptr + row).to(tl.int64) * WIDTH
     k, p = tl.load(s + 5), tl.load(s + 6)
     inv_t = tl.load(s + 4).to(tl.float32, bitcast=True)
     low = tl.load(s + 7).to(tl.float32, bitcast=True)
@@ -123,65 +124,48 @@ def _edges_kernel(
     g = tl.arange(0, GROUPS)
     peaks = tl.load(peak_ptr + g, mask=g < groups, other=float("-inf"))
     best = tl.max(peaks, axis=0)
-    by_k = k > 0
-    by_p = p < _FULL_P
     cut = (k * 0).to(tl.uint32)  # everything
     cut_id = k * 0 + 0x7FFFFFFF
-    if (inv_t > 0) & (by_k | by_p):
-        # The want-th largest peak: at least so many tokens lie at or above it.
-        want = tl.minimum(tl.where(by_k, k, 1024), groups)
+    if k > 0:
+        # The k-th largest peak: at least k tokens lie at or above it.
         bound = cut
         tops = _key(peaks)
         for bit in range(32):
             c = bound | (tl.full((), 1, tl.uint32) << (31 - bit))
-            enough = tl.sum(((tops >= c) & (g < groups)).to(tl.int32), axis=0) >= want
+            enough = tl.sum(((tops >= c) & (g < groups)).to(tl.int32), axis=0) >= k
             bound = tl.where(enough, c, bound)
-        bound = tl.where(by_k & (k > groups), cut, bound)
-        # List what lies at or above it, and weigh the whole row where top_p needs that.
-        weigh = by_p & (by_k == 0)
-        count = k * 0
-        whole = tl.zeros((BLOCK,), tl.int64)
+        bound = tl.where(k > groups, cut, bound)
+        count = k * 0  # how many are listed
         for start in range(0, V, BLOCK):
             over = start // GROUP + tl.arange(0, BLOCK // GROUP)
             high = tl.load(peak_ptr + over, mask=over < groups, other=float("-inf"))
-            listing = tl.max(_key(high), axis=0) >= bound
-            if listing | weigh:
+            if tl.max(_key(high), axis=0) >= bound:
                 x, token, u, inside = _part(x_ptr, list_id_ptr, start, V, False, cut, cut_id, BLOCK)
-                if listing:
-                    hit = inside & (u >= bound)
-                    spot = count + tl.cumsum(hit.to(tl.int32), axis=0) - 1
-                    tl.store(list_x_ptr + spot, x, mask=hit & (spot < LIST))
-                    tl.store(list_id_ptr + spot, token, mask=hit & (spot < LIST))
-                    count += tl.sum(hit.to(tl.int32), axis=0)
-                if weigh:
-                    t = shifted(x, best) * inv_t
-                    whole += tl.where(t >= low, mass(t), 0).to(tl.int64)
+                hit = inside & (u >= bound)
+                spot = count + tl.cumsum(hit.to(tl.int32), axis=0) - 1
+                tl.store(list_x_ptr + spot, x, mask=hit & (spot < LIST))
+                tl.store(list_id_ptr + spot, token, mask=hit & (spot < LIST))
+                count += tl.sum(hit.to(tl.int32), axis=0)
         tl.debug_barrier()
         listed = count <= LIST
         n = tl.where(listed, count, V)
         src = x_ptr
         if listed:
             src = list_x_ptr
-        if by_k:
-            key, above = _search(
-                src, list_id_ptr, n, listed, best, inv_t, low, cut, cut_id, k.to(tl.int64),
-                False, BLOCK,
-            )  # fmt: skip
-            cut_id = _last_id(src, list_id_ptr, n, listed, cut, cut_id, key, k - above, BLOCK)
-            cut = key
-        if by_p:
+        key, above = _search(
+            src, list_id_ptr, n, listed, best, inv_t, low, cut, cut_id, k.to(tl.int64),
+            False, BLOCK,
+        )  # fmt: skip
+        cut_id = _last_id(src, list_id_ptr, n, listed, cut, cut_id, key, k - above, BLOCK)
+        cut = key
+        if p < _FULL_P:
             acc = tl.zeros((BLOCK,), tl.int64)
             for start in range(0, n, BLOCK):
                 x, _, _, inside = _part(src, list_id_ptr, start, n, listed, cut, cut_id, BLOCK)
                 t = shifted(x, best) * inv_t
                 acc += tl.where(inside & (t >= low), mass(t), 0).to(tl.int64)
-            here = tl.sum(acc, axis=0)
-            total = tl.where(by_k, here, tl.sum(whole, axis=0))
+            total = tl.sum(acc, axis=0)
             target = (total >> 24) * p + (((total & (_FULL_P - 1)) * p) >> 24)
-            if here < target:  # the list is too short: walk the row
-                listed = count < 0
-                n = n * 0 + V
-                src = x_ptr
             key, above = _search(
                 src, list_id_ptr, n, listed, best, inv_t, low, cut, cut_id, target, True, BLOCK
             )
@@ -193,10 +177,8 @@ def _edges_kernel(
             cut = key
     o = (cut ^ 0x80000000).to(tl.int32, bitcast=True)
     value = (o ^ ((o >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    everything = cut == 0
-    tl.store(edge_ptr + row * 3, tl.where(everything, float("-inf"), value))
-    tl.store(edge_ptr + row * 3 + 1, cut_id.to(tl.float32, bitcast=True))
-    tl.store(edge_ptr + row * 3 + 2, low)
+    tl.store(edge_ptr + row * 2, tl.where(cut == 0, float("-inf"), value))
+    tl.store(edge_ptr + row * 2 + 1, cut_id.to(tl.float32, bitcast=True))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -224,20 +206,22 @@ def lowest(opts: Rows) -> npt.NDArray[np.float32]:
 
 
 def edges(
-    x: torch.Tensor, peak: torch.Tensor, stream: torch.Tensor, group: int, exact: Any
-) -> torch.Tensor:
-    """float32 [N, 3]: the last token kept, as (logit, token id as bits, lowest t).
+    x: torch.Tensor, peak: torch.Tensor, table: torch.Tensor, slots: torch.Tensor, group: int,
+    width: int, exact: Any,
+) -> torch.Tensor:  # fmt: skip
+    """float32 [N, 2]: the last token kept, as (logit, token id as bits).
 
-    x [N, V] with unit stride along V, its peaks [N, groups], and the rows' numbers [N, 8].
+    x float32 [N, V] with unit stride along V, its peaks [N, groups], the table of `draw` and each
+    row's place in it.
     """
     n, vocab = x.shape
     groups = peak.shape[1]
-    edge = torch.empty((n, 3), dtype=torch.float32, device=x.device)
+    edge = torch.empty((n, 2), dtype=torch.float32, device=x.device)
     list_x = torch.empty((n, LIST), dtype=torch.float32, device=x.device)
     list_id = torch.empty((n, LIST), dtype=torch.int32, device=x.device)
     _edges_kernel[(n,)](
-        x, peak, stream, list_x, list_id, edge, vocab, groups, x.stride(0),
-        GROUP=group, GROUPS=triton.next_power_of_2(groups), LIST=LIST, BLOCK=1024, num_warps=8,
-        **exact,
+        x, peak, table, slots, list_x, list_id, edge, vocab, groups, x.stride(0),
+        GROUP=group, GROUPS=triton.next_power_of_2(groups), LIST=LIST, BLOCK=1024, WIDTH=width,
+        num_warps=8, **exact,
     )  # fmt: skip
     return edge

@@ -180,29 +180,39 @@ class Bench:
         return time.perf_counter() - begin
 
     def profile(self) -> None:
-        """Where one stream's time goes: kernels by name, and the host's functions."""
+        """Where the time of one stream and of a batch goes: kernels by name, host functions."""
+        for name, prompts in (("one", self.big[:1]), ("many", self.big)):
+            self.report["profile " + name] = self.traced(prompts)
+
+    def traced(self, prompts: list[Any]) -> dict[str, Any]:
+        """32 tokens of each prompt: under cProfile, under torch's profiler, and free."""
         import cProfile
         import pstats
 
         import torch
         from torch.profiler import ProfilerActivity
 
-        p = [self.params(0, 1.0, 32)]
+        params = [self.params(i, 1.0, 32) for i in range(len(prompts))]
+        found: dict[str, Any] = {}
+        self.clock(prompts, params)
+        found["s"] = self.clock(prompts, params)  # every prompt is in the prefix cache now
         host = cProfile.Profile()
         host.enable()
-        self.llm.generate(self.big[:1], p, use_tqdm=False)
+        self.clock(prompts, params)
         host.disable()
         stats: Any = pstats.Stats(host)
         rows = sorted(stats.stats.items(), key=lambda kv: -kv[1][2])[:45]
-        self.report["host"] = [[f"{Path(k[0]).name}:{k[1]} {k[2]}", v[1], round(v[2] * 1e3, 3),
-                                round(v[3] * 1e3, 3)] for k, v in rows]  # fmt: skip
+        found["host"] = [[f"{Path(k[0]).name}:{k[1]} {k[2]}", v[1], round(v[2] * 1e3, 3),
+                          round(v[3] * 1e3, 3)] for k, v in rows]  # fmt: skip
         what = ProfilerActivity.CUDA if self.args.device == "cuda" else ProfilerActivity.CPU
-        with torch.profiler.profile(activities=[what]) as found:
-            self.llm.generate(self.big[:1], p, use_tqdm=False)
-        events = sorted(found.key_averages(), key=lambda e: -e.self_device_time_total)[:40]
-        self.report["kernels"] = [
-            [e.key[:120], e.count, round(e.self_device_time_total, 1)] for e in events
+        with torch.profiler.profile(activities=[what]) as seen:
+            self.clock(prompts, params)
+        events = sorted(seen.key_averages(), key=lambda e: -e.self_device_time_total)
+        found["device_ms"] = sum(e.self_device_time_total for e in events) / 1e3
+        found["kernels"] = [
+            [e.key[:120], e.count, round(e.self_device_time_total, 1)] for e in events[:30]
         ]
+        return found
 
     def check(self) -> None:
         """The start's self-check in this process, which is the worker too."""

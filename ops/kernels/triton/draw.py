@@ -259,6 +259,9 @@ class Kinds:
     settled: bool  # any whose filter is judged after the draw
 
 
+#: What changes speed alone: tokens a step and warps of `_greedy` and `_settle`, warps of `_draw`.
+GREEDY, SETTLE, DRAW_WARPS = (8192, 16), (2048, 8), 4
+
 #: top_k up to this is found before the draw; above, few winners lie outside.
 SMALL_K = 1024
 
@@ -327,8 +330,8 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
     x = logits if logits.stride(1) == 1 else logits.contiguous()
     out = torch.empty(n, dtype=torch.int64, device=x.device)
     if n:
-        block = min(8192, triton.next_power_of_2(vocab))
-        _greedy_kernel[(n,)](x, out, vocab, x.stride(0), BLOCK=block, num_warps=16)
+        block = min(GREEDY[0], triton.next_power_of_2(vocab))
+        _greedy_kernel[(n,)](x, out, vocab, x.stride(0), BLOCK=block, num_warps=GREEDY[1])
     return out
 
 
@@ -366,14 +369,14 @@ def launch(
     _draw_kernel[(n, parts)](
         x, peak, numbers, slots, positions, edge, best, score, ids, vocab, groups, blocks, parts,
         stride, GROUPS=triton.next_power_of_2(groups), COVER=cover, LANES=lanes, SPLIT=split,
-        CUT=need.cut, EDGES=need.edges, WIDTH=WIDTH, **exact,
+        CUT=need.cut, EDGES=need.edges, num_warps=DRAW_WARPS, WIDTH=WIDTH, **exact,
     )  # fmt: skip
     widest = triton.next_power_of_2(parts)
     if need.settled:
         _settle_kernel[(n,)](
             x, peak, numbers, slots, positions, best, score, ids, out, vocab, groups, blocks, parts,
-            stride, PARTS=widest, GROUP=GROUP, BLOCK=2048, COVER=cover, LANES=lanes, SPLIT=split,
-            WIDTH=WIDTH, num_warps=8, **exact,
+            stride, PARTS=widest, GROUP=GROUP, BLOCK=SETTLE[0], COVER=cover, LANES=lanes,
+            SPLIT=split, WIDTH=WIDTH, num_warps=SETTLE[1], **exact,
         )  # fmt: skip
     else:
         _finish_kernel[(n,)](score, ids, best, out, parts, PARTS=widest, **exact)

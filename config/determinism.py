@@ -31,6 +31,7 @@ class Force:
 
     `kind` is "env" or "option". `value` None means: unset (env) or vLLM's None (option). `welcome`
     lists other values of the user's that express the same wish and are replaced in silence.
+    `instead` says what to do for who wanted it; only options that are no setting here have one.
     """
 
     kind: str
@@ -40,6 +41,7 @@ class Force:
     reason: str
     source: str
     welcome: tuple[str, ...] = ()
+    instead: str = ""
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,7 @@ COMMON: tuple[Row, ...] = (
         ALL,
         "draft acceptance is not proven invariant",
         "vllm issue 41758",
+        instead="serve the model without a draft",
     ),
     Force(
         "option",
@@ -134,6 +137,7 @@ COMMON: tuple[Row, ...] = (
         ALL,
         "LoRA kernels are not proven invariant",
         "vllm issue 30018",
+        instead="merge the adapter into the weights",
     ),
     Force(
         "option",
@@ -273,6 +277,26 @@ def table(device: str) -> tuple[Row, ...]:
 
         rows = (*rows, *ROWS)
     return tuple(row for row in rows if device in row.devices)
+
+
+def not_offered(name: str) -> str | None:
+    """Why an option of vLLM's, or a key of one, is no setting here, with the remedy: one line. None
+    for a name that no row knows, and for a setting.
+    """
+    for row in (row for device in ALL for row in table(device)):
+        if not isinstance(row, Force) or row.kind != "option" or name in Settings.model_fields:
+            continue
+        if name == row.name or name in _keys(row.value):
+            instead = f", and {row.instead}" if row.instead else ""
+            return f"no setting here: {row.reason}. Remedy: leave it out{instead}."
+    return None
+
+
+def _keys(value: Any) -> set[str]:
+    """The keys of nested mappings."""
+    if not isinstance(value, Mapping):
+        return set()
+    return {str(key) for key in value}.union(*(_keys(inner) for inner in value.values()))
 
 
 def check(settings: Settings, device: str, env: Mapping[str, str]) -> list[str]:

@@ -60,8 +60,8 @@ def _env(name: str, value: str | None, reason: str, source: str, *welcome: str) 
     return Force("env", name, value, NPU, reason, source, welcome)
 
 
-def _option(name: str, value: Any, reason: str, source: str) -> Force:
-    return Force("option", name, value, NPU, reason, source)
+def _option(name: str, value: Any, reason: str, source: str, instead: str = "") -> Force:
+    return Force("option", name, value, NPU, reason, source, instead=instead)
 
 
 def _model_config(settings: Settings) -> Mapping[str, Any]:
@@ -135,7 +135,9 @@ def cann_version(env: Mapping[str, str]) -> str | None:
 
 def _cann(_: Settings, env: Mapping[str, str]) -> str | None:
     have = cann_version(env)
-    return None if have is None or have in CANN else f"CANN {have}"
+    if have is None:
+        return "CANN: no version to be read under ASCEND_TOOLKIT_HOME or ASCEND_HOME_PATH"
+    return None if have in CANN else f"CANN {have}"
 
 
 def _whole_prompts(settings: Settings, _: Mapping[str, str]) -> str | None:
@@ -153,6 +155,7 @@ _CONFIG = "vllm_ascend/ascend_config.py"
 _ENVS = "vllm_ascend/envs.py"
 _CP = "vllm_ascend/attention/context_parallel/attention_cp.py"
 _FAQ = "vllm-ascend docs/source/faqs.md, 15"
+_TENSOR_PARALLEL = "share the model out with SAMEBITS_TENSOR_PARALLEL_SIZE"
 
 COLLECTIVES: tuple[Row, ...] = (
     _env(
@@ -231,6 +234,7 @@ KERNELS: tuple[Row, ...] = (
         {"cudagraph_mode": "PIECEWISE"},
         "the batch-invariant attention has no full graphs, and vllm-ascend does not check",
         "vllm-ascend docs, batch_invariance.md",
+        "serve without graphs",
     ),
     _option(
         "enforce_eager",
@@ -260,6 +264,7 @@ SCHEDULING: tuple[Row, ...] = (
         False,
         "a chunk ends where the neighbours leave room, and a second chunk takes another path",
         "vllm_ascend/attention/attention_v1.py, _get_fia_params",
+        "set SAMEBITS_MAX_NUM_BATCHED_TOKENS to at least SAMEBITS_MAX_MODEL_LEN",
     ),
     _option(
         "enable_prefix_caching",
@@ -273,20 +278,35 @@ SCHEDULING: tuple[Row, ...] = (
         False,
         "sends rows to other ranks by what the batch routes there; no claim, no proof",
         "vllm-ascend docs, batch_invariance.md (no word of it)",
+        _TENSOR_PARALLEL,
     ),
-    _option("prefill_context_parallel_size", 1, "bypasses the invariant attention", _CP),
-    _option("decode_context_parallel_size", 1, "bypasses the invariant attention", _CP),
+    _option(
+        "prefill_context_parallel_size",
+        1,
+        "context parallelism bypasses the invariant attention",
+        _CP,
+        _TENSOR_PARALLEL,
+    ),
+    _option(
+        "decode_context_parallel_size",
+        1,
+        "context parallelism bypasses the invariant attention",
+        _CP,
+        _TENSOR_PARALLEL,
+    ),
     _option(
         "data_parallel_size",
         1,
         "pads by the other replicas' load",
         "vllm_ascend/worker/model_runner_v1.py, _sync_metadata_across_dp",
+        "run one server per replica",
     ),
     _option(
         "pipeline_parallel_size",
         1,
         "keeps several batches in flight, shared out by load; no claim, no proof",
         "vllm-ascend docs, batch_invariance.md (no word of it)",
+        _TENSOR_PARALLEL,
     ),
     Refuse(
         "whole prompts",
@@ -323,7 +343,7 @@ REFUSED: tuple[Row, ...] = (
         "CANN",
         NPU,
         f"only {' and '.join(CANN)} is in the tested set",
-        f"install CANN {CANN[0]} with NNAL {CANN[0]}",
+        f"install CANN {CANN[0]} with NNAL {CANN[0]}, and source its set_env.sh before the start",
         "vllm-ascend docs/source/installation.md",
         _cann,
     ),

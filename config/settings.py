@@ -230,6 +230,11 @@ def _check_profile(path: Path, known: set[str]) -> None:
 
 
 def _unknown(key: str, value: str, known: set[str]) -> str:
+    from config import determinism  # which imports this module
+
+    refused = determinism.not_offered(key.upper().removeprefix(PREFIX).lower())
+    if refused:
+        return f"{key}={value}: {refused}"
     near = difflib.get_close_matches(key.upper(), known, 1)
     hint = f"; did you mean {near[0]}?" if near else "; see `samebits serve --help`"
     return f"{key}={value}: unknown setting{hint}"

@@ -14,8 +14,9 @@ HEAD = """# What is forced, and why
 Made from the table in `config/determinism.py` and `config/determinism_ascend.py` by
 `python docs/forced.py`; a test holds it to them. `samebits serve` sets each of these before torch
 or vLLM is imported, so every process of the engine has them. A value of yours that contradicts a
-row stops the start with one line that names both. `SAMEBITS_DETERMINISM=off` takes all of it away,
-and the promise with it.
+row stops the start with one line that names both and the remedy. So does an option of the table
+that is no setting of Samebits, as a variable (`SAMEBITS_ENABLE_LORA`) or as a flag
+(`--enable-lora`). `SAMEBITS_DETERMINISM=off` takes all of it away, and the promise with it.
 
 The source of a row is where its reason can be read: a file of vLLM 0.23.0 or vllm-ascend
 0.23.0.post1, an issue of theirs, or a vendor's page. Ascend rows were never seen at work on an NPU;
@@ -42,7 +43,8 @@ def section(title: str, rows: tuple[Row, ...]) -> list[str]:
         shown = value(row)
         if row.welcome:
             shown += f" (replaces {', '.join(f'`{w}`' for w in row.welcome)} in silence)"
-        lines.append(f"| `{row.name}` | {shown} | {cell(row.reason)} | {cell(row.source)} |")
+        why = f"{row.reason}; {row.instead}" if row.instead else row.reason
+        lines.append(f"| `{row.name}` | {shown} | {cell(why)} | {cell(row.source)} |")
     refused = [row for row in rows if not isinstance(row, Force)]
     if refused:
         lines += ["\n| refused | why | remedy | source |", "|---|---|---|---|"]

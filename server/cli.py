@@ -32,7 +32,10 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    args = _parser(words[0] if words else "").parse_args(words)
+    parser = _parser(words[0] if words else "")
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        parser.error(_not_taken(unknown))
     if args.command == "serve":
         return serve(args)
     module = importlib.import_module(f"server.{args.command}")
@@ -65,6 +68,18 @@ def _parser(chosen: str) -> argparse.ArgumentParser:
         elif name == chosen:
             importlib.import_module(f"server.{name}").add_arguments(sub)
     return parser
+
+
+def _not_taken(words: Sequence[str]) -> str:
+    """What to say of flags that no command has: those of vLLM's that are refused, with the
+    remedy.
+    """
+    for word in words:
+        flag = word.partition("=")[0]
+        refused = determinism.not_offered(flag.removeprefix("--").replace("-", "_"))
+        if flag.startswith("--") and refused:
+            return f"{flag}: {refused}"
+    return f"unrecognized arguments: {' '.join(words)}"
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:

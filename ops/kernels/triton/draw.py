@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ops.kernels.triton import draw_filter
+from ops.kernels.triton import direct, draw_filter
 from ops.kernels.triton.draw_steps import (
     LOWEST_T,
     MAX_NOISE,
@@ -260,7 +260,7 @@ class Kinds:
 
 
 #: What changes speed alone: tokens a step and warps of `_greedy` and `_settle`, warps of `_draw`.
-GREEDY, SETTLE, DRAW_WARPS = (8192, 16), (2048, 8), 4
+GREEDY, SETTLE, DRAW_WARPS = (16384, 32), (2048, 16), 8
 
 #: top_k up to this is found before the draw; above, few winners lie outside.
 SMALL_K = 1024
@@ -298,7 +298,7 @@ def kinds(of_rows: np.ndarray[Any, np.dtype[np.uint8]]) -> Kinds:
 
 
 def draw(
-    logits: torch.Tensor, opts: Rows, *, lanes: int = 512, programs: int = 1024, split: bool = False
+    logits: torch.Tensor, opts: Rows, *, lanes: int = 512, programs: int = 4096, split: bool = False
 ) -> torch.Tensor:
     """float [N, V], not changed -> int64 [N]; `opts` of `ops.sampling`.
 
@@ -331,13 +331,17 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
     out = torch.empty(n, dtype=torch.int64, device=x.device)
     if n:
         block = min(GREEDY[0], triton.next_power_of_2(vocab))
-        _greedy_kernel[(n,)](x, out, vocab, x.stride(0), BLOCK=block, num_warps=GREEDY[1])
+        key = (vocab, x.stride(0), block, *direct.place(x))
+        direct.launch(
+            _greedy_kernel, (n, 1, 1), (x, out, vocab, x.stride(0)),
+            {"BLOCK": block, "num_warps": GREEDY[1]}, key,
+        )  # fmt: skip
     return out
 
 
 def launch(
     logits: torch.Tensor, numbers: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor,
-    need: Kinds, lanes: int = 512, programs: int = 1024, split: bool = False,
+    need: Kinds, lanes: int = 512, programs: int = 4096, split: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """The draw from numbers that are on the device: float [N, V] -> int64 [N].
 
@@ -356,30 +360,40 @@ def launch(
     best, score = peak.new_empty(n), peak.new_empty((n, parts))
     ids = torch.empty((n, parts), dtype=torch.int32, device=x.device)
     out = torch.empty(n, dtype=torch.int64, device=x.device)
-    exact = {"enable_fp_fusion": False} if x.device.type == "cuda" else {}
-    tile, cover, stride = 16, 4 * lanes // GROUP, x.stride(0)
     if not n:
         return out
-    _peaks_kernel[(n, triton.cdiv(groups, tile))](
-        x, peak, vocab, groups, stride, GROUP=GROUP, TILE=tile, **exact
-    )
+    exact = {"enable_fp_fusion": False} if x.device.type == "cuda" else {}
+    tile, cover, stride = 16, 4 * lanes // GROUP, x.stride(0)
+    key = (vocab, stride, lanes, split, need, *direct.place(x, numbers, slots, positions))
+    direct.launch(
+        _peaks_kernel, (n, triton.cdiv(groups, tile), 1), (x, peak, vocab, groups, stride),
+        {"GROUP": GROUP, "TILE": tile, **exact}, key,
+    )  # fmt: skip
     edge = peak
     if need.edges:
         edge = draw_filter.edges(x, peak, numbers, slots, GROUP, WIDTH, exact)
-    _draw_kernel[(n, parts)](
-        x, peak, numbers, slots, positions, edge, best, score, ids, vocab, groups, blocks, parts,
-        stride, GROUPS=triton.next_power_of_2(groups), COVER=cover, LANES=lanes, SPLIT=split,
-        CUT=need.cut, EDGES=need.edges, num_warps=DRAW_WARPS, WIDTH=WIDTH, **exact,
+    direct.launch(
+        _draw_kernel, (n, parts, 1),
+        (x, peak, numbers, slots, positions, edge, best, score, ids, vocab, groups, blocks, parts,
+         stride),
+        {"GROUPS": triton.next_power_of_2(groups), "COVER": cover, "LANES": lanes, "SPLIT": split,
+         "CUT": need.cut, "EDGES": need.edges, "WIDTH": WIDTH, "num_warps": DRAW_WARPS, **exact},
+        key,
     )  # fmt: skip
     widest = triton.next_power_of_2(parts)
     if need.settled:
-        _settle_kernel[(n,)](
-            x, peak, numbers, slots, positions, best, score, ids, out, vocab, groups, blocks, parts,
-            stride, PARTS=widest, GROUP=GROUP, BLOCK=SETTLE[0], COVER=cover, LANES=lanes,
-            SPLIT=split, WIDTH=WIDTH, num_warps=SETTLE[1], **exact,
+        direct.launch(
+            _settle_kernel, (n, 1, 1),
+            (x, peak, numbers, slots, positions, best, score, ids, out, vocab, groups, blocks,
+             parts, stride),
+            {"PARTS": widest, "GROUP": GROUP, "BLOCK": SETTLE[0], "COVER": cover, "LANES": lanes,
+             "SPLIT": split, "WIDTH": WIDTH, "num_warps": SETTLE[1], **exact}, (widest, *key),
         )  # fmt: skip
     else:
-        _finish_kernel[(n,)](score, ids, best, out, parts, PARTS=widest, **exact)
+        direct.launch(
+            _finish_kernel, (n, 1, 1), (score, ids, best, out, parts), {"PARTS": widest, **exact},
+            (widest, x.device.index),
+        )  # fmt: skip
     return out
 
 

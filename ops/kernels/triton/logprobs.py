@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ops.kernels.triton import direct
 from ops.kernels.triton.rows import aligned, alignment
 
 CHUNK = 8192
@@ -67,10 +68,12 @@ def _whole_kernel(
 
 @triton.jit(do_not_specialize=["stride_x"])
 def _token_kernel(
-    x_ptr, m_ptr, l_ptr, token_ptr, out_ptr, count_ptr, V, stride_x,
+    x_ptr, m_ptr, l_ptr, token_ptr, out_ptr, place_ptr, V, stride_x,
     CHUNKS: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """The logprob of the row's token, and how many tokens of a chunk come before it or are it."""
+    """The logprob of the row's token; to its place is added how many tokens of a chunk come before
+    it or are it, integers, in whatever order.
+    """
     pid = tl.program_id(0).to(tl.int64)
     row = pid // CHUNKS
     top, log_total = _join(m_ptr, l_ptr, row, CHUNKS)
@@ -82,7 +85,7 @@ def _token_kernel(
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     y = (x - top) - log_total
     before = inside & ((y > mine) | ((y == mine) & (at <= token)))
-    tl.store(count_ptr + pid, tl.sum(before.to(tl.int32), axis=0))
+    tl.atomic_add(place_ptr + row, tl.sum(before.to(tl.int32), axis=0).to(tl.int64))
     tl.store(out_ptr + row, mine, mask=pid % CHUNKS == 0)
 
 
@@ -92,10 +95,10 @@ def _chunks(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
     chunks = triton.cdiv(vocab, block)
     stats = torch.empty((2, rows, chunks), dtype=torch.float32, device=x.device)
     align = alignment(vocab)
-    _chunk_kernel[(rows * chunks,)](
-        x, stats[0], stats[1], vocab, x.stride(0), CHUNKS=chunks, BLOCK=block, ALIGN=align,
-        num_warps=8,
-    )  # fmt: skip
+    meta = {"CHUNKS": chunks, "BLOCK": block, "ALIGN": align, "num_warps": 8}
+    key = (vocab, *direct.place(x, stats[1]))
+    args = (x, stats[0], stats[1], vocab, x.stride(0))
+    direct.launch(_chunk_kernel, (rows * chunks, 1, 1), args, meta, key)
     return stats, chunks, block, align
 
 
@@ -125,12 +128,13 @@ def of_tokens(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor,
     x = aligned(logits)
     rows, vocab = x.shape
     out = torch.empty(rows, dtype=torch.float32, device=x.device)
-    if not rows:
-        return out, torch.empty(0, dtype=torch.int64, device=x.device)
-    stats, chunks, block, align = _chunks(x)
-    counts = torch.empty((rows, chunks), dtype=torch.int32, device=x.device)
-    _token_kernel[(rows * chunks,)](
-        x, stats[0], stats[1], tokens, out, counts, vocab, x.stride(0),
-        CHUNKS=chunks, BLOCK=block, ALIGN=align, num_warps=8, **_exact(x),
-    )  # fmt: skip
-    return out, counts.sum(-1)
+    place = torch.zeros(rows, dtype=torch.int64, device=x.device)
+    if rows:
+        stats, chunks, block, align = _chunks(x)
+        direct.launch(
+            _token_kernel, (rows * chunks, 1, 1),
+            (x, stats[0], stats[1], tokens, out, place, vocab, x.stride(0)),
+            {"CHUNKS": chunks, "BLOCK": block, "ALIGN": align, "num_warps": 8, **_exact(x)},
+            (vocab, *direct.place(x, stats[1], tokens)),
+        )  # fmt: skip
+    return out, place

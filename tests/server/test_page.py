@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import html
 import re
-import shutil
 import subprocess
 import time
 from dataclasses import replace
@@ -18,12 +17,10 @@ import pytest
 from config.settings import Settings
 from server.app import create_app
 from server.engine import Health
+from tests.server.browser import BROWSER, tab
 from tests.server.fake import FakeEngine
 from tests.server.toy import serving
 
-BROWSER = next(
-    filter(None, map(shutil.which, ("chromium", "google-chrome", "chromium-browser"))), None
-)
 in_browser = pytest.mark.skipif(
     BROWSER is None, reason="no Chromium here (Debian: apt install chromium)"
 )
@@ -51,14 +48,31 @@ class Engine(FakeEngine):
             yield output
 
 
+class Other(Engine):
+    """Of another fingerprint."""
+
+    fingerprint = "sb_other"
+
+
+class Long(Engine):
+    """With a report as wide as a real one."""
+
+    def health(self):
+        names = ("vllm.CpuCommunicator.reduce_scatter", "vllm.UnquantizedEmbeddingMethod")
+        under = "alone,in a batch,at another place,in another order,in other memory,chunked"
+        conditions = dict.fromkeys(names, [*under.split(","), "on one thread", "again"])
+        checks = dict.fromkeys(names, "ok")
+        return replace(super().health(), report={"checks": checks, "conditions": conditions})
+
+
 @contextlib.contextmanager
-def page(engine=None, **settings):
+def page(engine=None, at=0, **settings):
     engine = engine or Engine(delay_s=0.004)
 
     async def opened(_):
         return engine
 
-    with serving(create_app(Settings(**settings), opened), lifespan="on") as url:
+    with serving(create_app(Settings(**settings), opened), lifespan="on", port=at) as url:
         while httpx.get(url + "/ready").status_code != 200:
             time.sleep(0.02)
         yield url
@@ -136,3 +150,78 @@ def test_asks_for_a_key_where_one_is_needed(tmp_path):
     assert '<section id="keys">' in shown
     with page() as url:
         assert '<section id="keys" hidden="">' in dom(url, tmp_path)
+
+
+FITS = """[document.documentElement, ...document.querySelectorAll('.wide, .long, pre, dd')]
+    .every((e) => e.scrollWidth <= e.clientWidth)"""
+CONTRAST = """(() => {
+  const light = (text) => text.match(/[0-9.]+/g).slice(0, 3).map((x) => x / 255)
+    .map((x) => x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, x, i) => sum + x * [0.2126, 0.7152, 0.0722][i], 0);
+  const ground = (e) => { for (; e; e = e.parentElement) {
+    const found = getComputedStyle(e).backgroundColor;
+    if (!/, 0\\)$/.test(found)) return found; } };
+  return [...document.querySelectorAll('p, dt, dd, td, th, h1, h2, h3, button, pre, span, b')]
+    .filter((e) => e.offsetParent && e.textContent && !e.disabled)
+    .map((e) => [light(getComputedStyle(e).color), light(ground(e))])
+    .map(([a, b]) => (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05))
+    .reduce((least, x) => Math.min(least, x), 99);
+})()"""
+PRESSED = "document.getElementById('ask').click()"
+DONE = "!document.getElementById('shown').hidden && !document.getElementById('ask').disabled"
+
+
+def text(found, name):
+    return found.js(f"document.getElementById('{name}').textContent")
+
+
+@in_browser
+def test_fits_and_is_readable_at_every_size_and_colour(tmp_path):
+    with page(Long(delay_s=0.004)) as url, tab(tmp_path) as found:
+        for width in (1280, 390, 320):
+            for scheme in ("light", "dark"):
+                found.look(url, width, scheme)
+                found.until("!document.getElementById('ask').disabled")
+                assert found.js(FITS), (width, scheme)
+                found.js(PRESSED)
+                found.until(DONE)
+                assert found.js(FITS), (width, scheme, "with answers")
+                assert found.js(CONTRAST) >= 4.5, (width, scheme)
+                assert text(found, "running") == "0"
+                assert found.js("document.querySelectorAll('#tokens tr').length") == 40
+
+
+@in_browser
+def test_a_key_asked_for_refused_and_taken(tmp_path):
+    with page(api_keys="secret") as url, tab(tmp_path) as found:
+        found.look(url, 390, "light")
+        found.until("!document.getElementById('keys').hidden")
+        found.until("document.getElementById('fingerprint').textContent === 'needs a key'")
+        found.until("document.getElementById('curl').textContent.includes('MODEL')")
+        assert found.js("document.getElementById('ask').disabled")
+        for key, said in (("wrong", "The server refused this key."), ("secret", "")):
+            found.js(f"document.getElementById('key').value = '{key}'")
+            found.js("document.getElementById('keep').click()")
+            found.until(f"document.getElementById('refused').textContent === '{said}'")
+        found.until("document.getElementById('keys').hidden")
+        assert "YOUR_KEY" in text(found, "curl") and "secret" not in text(found, "curl")
+        found.js(PRESSED)
+        found.until(DONE)
+        assert text(found, "verdict").startswith("The same")
+
+
+@in_browser
+def test_a_server_that_goes_away_and_another_in_its_place(tmp_path):
+    with tab(tmp_path) as found:
+        with page(Engine(delay_s=0.05)) as url:
+            found.look(url, 1280, "light")
+            found.until("!document.getElementById('ask').disabled")
+            found.js(PRESSED)
+        found.until("document.getElementById('state').textContent === 'not reachable'")
+        found.until("document.getElementById('busy').textContent.startsWith('Did not work')")
+        assert "token" not in text(found, "busy")  # in words, not those of a parser
+        assert found.js("document.getElementById('ask').disabled")
+        assert text(found, "promise") == "…" and text(found, "running") == "–"
+        with page(Other(), at=int(url.rsplit(":", 1)[1])):
+            found.until("document.getElementById('fingerprint').textContent === 'sb_other'")
+            found.until("!document.getElementById('ask').disabled")

@@ -164,10 +164,10 @@ def app(engine: ToyEngine, minter: Minter | None = None, *, ids: bool = True) ->
 
 
 @contextlib.contextmanager
-def serving(application: Any, lifespan: Any = "off") -> Iterator[str]:
+def serving(application: Any, lifespan: Any = "off", port: int = 0) -> Iterator[str]:
     """The application on a real socket, in a thread; yields its base URL."""
     server = uvicorn.Server(
-        uvicorn.Config(application, port=0, log_level="error", lifespan=lifespan)
+        uvicorn.Config(application, port=port, log_level="error", lifespan=lifespan)
     )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

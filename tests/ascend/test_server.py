@@ -18,6 +18,7 @@ import openai
 import pytest
 
 from tests.ascend.conftest import HERE, ROOT, Server, serving, variables
+from tests.ascend.taken_out import TAKE
 
 PROMPTS = [
     "Hello world",
@@ -99,15 +100,51 @@ REFUSED = {
 def test_the_start_is_refused(
     what: str, npu: Path, models: dict[str, Path], tmp_path: Path
 ) -> None:
+    refused(what, npu, models["dense"], tmp_path / "log")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", TAKE)
+def test_with_the_refusal_taken_out_it_is_not(
+    what: str, npu: Path, models: dict[str, Path], tmp_path: Path
+) -> None:
+    more = {"STANDIN_TAKE_OUT": what, "PYTHONDONTWRITEBYTECODE": "1"}
+    with pytest.raises(AssertionError) as failed:
+        refused(what, npu, models["dense"], tmp_path / "log", **more)
+    assert "neither ready nor ended" not in str(failed.value)
+
+
+def refused(what: str, npu: Path, model: Path, log: Path, **more: str) -> None:
+    """The start ends with the right code, and says why."""
     changed, message = REFUSED[what]
-    env = variables(**changed)  # type: ignore[arg-type]
-    with serving(npu, models["dense"], tmp_path / "log", env) as running:
+    env = variables(**changed, **more)  # type: ignore[arg-type]
+    with serving(npu, model, log, env) as running:
         assert not running.wait()
         last = [
             line for line in running.text().splitlines() if "samebits:" in line or "error" in line
         ]
         assert running.process.returncode in (2, 3), running.text()[-2000:]
         assert any(message in line for line in last), running.text()[-2000:]
+
+
+def test_a_row_that_is_not_bound_is_refused(npu: Path) -> None:
+    """Each op of the table, on torch_npu's real dispatcher and vllm-ascend's real classes."""
+    env = variables(PYTHONDONTWRITEBYTECODE="1")
+    env["PYTHONPATH"] += f":{ROOT}"
+    done = subprocess.run(
+        [npu, HERE / "unbound_probe.py"],
+        env=env,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found["bound"]) >= 24 and all(found["bound"].values())
+    for said in found["refused"].values():
+        assert said.endswith("was installed but is not what runs")
+    assert set(found["looked away"].values()) == {"taken"}
 
 
 def test_every_override_is_reached_by_a_served_model(npu: Path, models: dict[str, Path]) -> None:

@@ -2,12 +2,15 @@
 
     python -m tests.ops.npu_device        prints one JSON object; a process of its own
 
+TAKE_OUT names a refusal that is taken out first: tests/ops/taken_out.py.
+
 A device's name and its kernels belong to the whole process, so the tests run this as a child.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from typing import Any
 
@@ -124,6 +127,10 @@ def hit_by(call: Any) -> list[str]:
 
 def main() -> None:
     warnings.simplefilter("ignore")
+    if "TAKE_OUT" in os.environ:
+        from tests.ops import taken_out
+
+        taken_out.apply(os.environ["TAKE_OUT"])
     kept = make_device()
     from ops import bindings_ascend as bind
     from ops.registry import NotInstalled

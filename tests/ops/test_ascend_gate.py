@@ -88,9 +88,21 @@ def test_every_row_of_the_engine_is_broken_above() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "name", [k for k, v in determinism_ascend.ADDITIONAL.items() if not isinstance(v, dict)]
-)
+ADDITIONAL = """
+    weight_nz_mode enable_matmul_allreduce enable_flashcomm1 enable_flashcomm2_parallel_size
+    enable_fused_mc2 enable_prefill_mc2 enable_mc2_hierarchy_comm enable_balance_scheduling
+    enable_async_exponential enable_reduce_sample enable_shared_expert_dp
+    multistream_overlap_shared_expert multistream_overlap_gate enable_kv_nz
+    recompute_scheduler_enable
+""".split()
+
+
+def test_every_option_of_vllm_ascend_is_turned_on_below() -> None:
+    rows = determinism_ascend.ADDITIONAL.items()
+    assert sorted(ADDITIONAL) == sorted(k for k, v in rows if not isinstance(v, dict))
+
+
+@pytest.mark.parametrize("name", ADDITIONAL)
 def test_an_option_of_vllm_ascend_that_came_out_on(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

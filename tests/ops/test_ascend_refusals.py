@@ -31,7 +31,7 @@ EXPERTS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
 }
 
 
-@pytest.mark.parametrize("what", [name for name, _ in bind.EXPERTS_REFUSED])
+@pytest.mark.parametrize("what", EXPERTS)
 def test_an_expert_layer_without_a_kernel(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options, attributes, has_bias = EXPERTS[what]
     method = SimpleNamespace(moe=SimpleNamespace(has_bias=has_bias))
@@ -94,8 +94,20 @@ def test_a_worker_whose_library_is_gone(worker: pytest.MonkeyPatch) -> None:
     bind.check_start()
 
 
-def test_offsets_and_other_dimensions_have_no_kernel() -> None:
+def test_every_refused_kind_of_experts_is_above() -> None:
+    assert list(EXPERTS) == [name for name, _ in bind.EXPERTS_REFUSED]
+
+
+def test_rotary_offsets_have_no_kernel() -> None:
+    layer = SimpleNamespace(
+        is_neox_style=True, cos_sin_cache=torch.ones(4, 8), head_size=8, rotary_dim=8
+    )
+    where, heads = torch.arange(3), torch.ones(3, 16)
+    bind.rotary_layer(layer, where, heads, heads)
     with pytest.raises(NotInstalled, match="offsets"):
-        bind.rotary_layer(None, *[torch.zeros(1)] * 3, offsets=torch.zeros(1))
+        bind.rotary_layer(layer, where, heads, heads, offsets=torch.zeros(3))
+
+
+def test_swiglu_along_another_dimension_has_no_kernel() -> None:
     with pytest.raises(NotInstalled, match="dim 0"):
         bind.npu_swiglu(torch.zeros(4, 4), dim=0)

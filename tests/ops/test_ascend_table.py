@@ -253,7 +253,10 @@ def test_a_refused_start_says_one_line_with_the_remedy(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Through the command, as a person would see it."""
-    from server import cli, logs
+    from server import cli, logs, vllm_start
+
+    def through(*_: Any) -> None:
+        raise vllm_start.StartFault("the start goes through")
 
     row, env, remedy = PROMISED[what]
     wishes, more = REFUSALS[row](tmp_path, monkeypatch) if row else ({}, {})
@@ -261,6 +264,8 @@ def test_a_refused_start_says_one_line_with_the_remedy(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(logs, "configure", lambda _: None)
     monkeypatch.setattr(cli.gc, "disable", lambda: None)
+    monkeypatch.setattr(determinism, "export", lambda _: None)
+    monkeypatch.setattr(vllm_start, "check_machine", through)
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in wishes.items()]
     assert cli.main(["serve", "--device", "npu", *flags]) == 2
     (line,) = capsys.readouterr().err.splitlines()

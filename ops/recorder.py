@@ -7,6 +7,8 @@ row-wise, each with its reason. Any other is named, and the model is refused.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -79,6 +81,15 @@ LEADS_TO_OURS: dict[str, str] = {
     "vllm::maybe_pad_and_reduce": "calls the device communicator, which is ours",
     "vllm::maybe_all_reduce_tensor_model_parallel": "calls the device communicator, which is ours",
 }
+# On a GPU each element of these is one thread's doing, by the same instructions at every place,
+# whether torch's own kernel runs or a generated one. (A CPU takes others for the end of a vector.)
+PER_ELEMENT = (
+    "silu silu_ gelu gelu_ tanh tanh_ sigmoid sigmoid_ exp exp_ exp2 log log2 log1p expm1 erf "
+    "rsqrt rsqrt_ pow pow_ cos sin softplus elu leaky_relu hardtanh mish"
+).split()
+# What a compiled graph calls through the dispatcher. Other ops of aten it makes anew, so that a row
+# of ours for them does not count there.
+_CALLED_WHEN_COMPILED = {"aten::mm", "aten::bmm", "aten::addmm"}
 _INTEGERS_ONLY = {"cumsum"}  # fine on integers, an order of floats otherwise
 
 
@@ -88,13 +99,18 @@ class Recorder(TorchDispatchMode):
     that nobody has judged is taken apart, and its parts are collected.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, compiled: bool = False, device: str = "cpu") -> None:
         super().__init__()
         from ops import registry
 
         self.seen: set[str] = set()
         self.floats: set[str] = set()
         self._ours = {row.op for row in registry.rows()}
+        if compiled:
+            aten = {op for op in self._ours if op.startswith("aten::")}
+            self._ours -= aten - _CALLED_WHEN_COMPILED
+        if device == "cuda":
+            self._ours |= set(PER_ELEMENT)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name()
@@ -124,31 +140,54 @@ def _fine(name: str, ours: set[str], floats: set[str]) -> bool:
         return False
     if plain in _INTEGERS_ONLY:
         return name not in floats
-    if plain in PROVEN:
+    if plain in PROVEN or plain in ours:
         return True
     # A reduction under another overload (`sum.IntList_out`) counts as ours only if its float form
     # can't run.
     return f"aten::{plain}" in {row.partition(".")[0] for row in ours} and name not in floats
 
 
-def forward(worker: Any, num_tokens: int = 3) -> Recorder:
+@contextmanager
+def _uncompiled(model: torch.nn.Module) -> Iterator[None]:
+    """The model's own Python runs, not what torch.compile made of it: its ops can be seen."""
+    parts = [m for m in model.modules() if getattr(m, "do_not_compile", True) is False]
+    try:
+        for part in parts:
+            part.do_not_compile = True  # type: ignore[assignment]
+        yield
+    finally:
+        for part in parts:
+            part.do_not_compile = False  # type: ignore[assignment]
+
+
+def forward(worker: Any, num_tokens: int = 3, *, compiled: bool = False) -> Recorder:
     """One dry forward pass of a rank's model and LM head, recorded. Needs a worker whose model is
     loaded.
     """
     runner = worker.model_runner
-    recorder = Recorder()
-    with recorder:
-        hidden, _ = runner._dummy_run(num_tokens)
+    recorder = Recorder(compiled=compiled, device=str(runner.device.type))
+    options: dict[str, Any] = {}
+    if compiled and hasattr(runner, "req_states"):  # vLLM's second runner
+        options = {"skip_attn": True, "is_profile": True}
+    elif compiled:
+        from vllm.config import CUDAGraphMode
+
+        options = {"cudagraph_runtime_mode": CUDAGraphMode.NONE}
+    with _uncompiled(runner.model), recorder:
+        hidden, _ = runner._dummy_run(num_tokens, **options)
         runner.model.compute_logits(hidden[:num_tokens])
     return recorder
 
 
 def verdict(worker: Any) -> str:
-    """ "ok", or what stops the start: the ops by name, or that the model is compiled."""
+    """ "ok", or what stops the start: the ops by name, or that the model is compiled where the
+    proof is of uncompiled ones. On a GPU a compiled model is judged by the ops it is made of.
+    """
     mode = worker.vllm_config.compilation_config.mode
-    if mode is not None and int(mode) != 0:
+    compiled = mode is not None and int(mode) != 0
+    if compiled and worker.model_runner.device.type != "cuda":
         return f"the model is compiled (mode {mode}), so its ops are not ours (remedy: enforce_eager=True)"  # noqa: E501
-    found = unproven(forward(worker))
+    found = unproven(forward(worker, compiled=compiled))
     if not found:
         return "ok"
     model = type(worker.model_runner.model).__name__

@@ -8,6 +8,7 @@ every start on every rank; `long_report` is the one behind `samebits check`.
 
 from __future__ import annotations
 
+import importlib
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -514,10 +515,11 @@ def _attention_backend(worker: Any) -> str:
 
 
 def _kernels() -> str:
-    from ops.kernels.cpu import load
+    """The kernels in force on this rank's device, by name and reason."""
+    from ops import device
 
-    loaded = load()
-    return f"{loaded.name}: {loaded.reason}"
+    table = importlib.import_module(device.backend_module(device.detect().kind))
+    return "{}: {}".format(*table.kernels())
 
 
 def long_report(

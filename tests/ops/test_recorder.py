@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -36,3 +37,30 @@ def test_unproven_ops_are_named(
         run(x)
     found = recorder.unproven(seen)
     assert found == named or (named and set(found) <= set(named) and found)
+
+
+def test_a_compiled_graph_makes_its_own_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows for aten's reductions don't count there, and a GPU's single elements do."""
+    from ops import registry
+
+    row = registry.Override("", "", "", lambda: None, lambda: True, lambda: None)
+    ours = dict.fromkeys(("aten::mean.dim", "aten::mm"), row)
+    rows = tuple(dataclasses.replace(row, op=op) for op in ours)
+    monkeypatch.setattr(registry, "rows", lambda: rows)
+    x = torch.randn(4, 4)
+    for compiled, device, named in (
+        (False, "cpu", ["aten::silu"]), (False, "cuda", []), (True, "cuda", ["aten::mean.dim"]),
+    ):  # fmt: skip
+        with torch.inference_mode(), recorder.Recorder(compiled=compiled, device=device) as seen:
+            torch.nn.functional.silu(torch.mm(x, x)).mean(-1)
+        assert recorder.unproven(seen) == named
+
+
+def test_the_compiled_parts_of_a_model_are_run_as_written() -> None:
+    """vLLM's switch is set for the while, also when the run fails."""
+    part = torch.nn.Linear(2, 2)
+    part.do_not_compile = False
+    with pytest.raises(RuntimeError), recorder._uncompiled(torch.nn.Sequential(part)):
+        assert part.do_not_compile
+        raise RuntimeError
+    assert not part.do_not_compile

@@ -13,10 +13,9 @@ from server.errors import WrongContentType
 from server.limits import check_counts
 from server.protocol import Body
 from server.service import ClientGone, service_of
-from server.wire import dumps, loads
+from server.wire import LARGE_BYTES, MAX_ENTRIES, dumps, loads
 
 B = TypeVar("B", bound=Body)
-INLINE_BYTES = 64 << 10  # a larger body is parsed beside the loop, which answers /health meanwhile
 
 
 async def read_body(request: Request, model: type[B]) -> B:
@@ -31,12 +30,15 @@ async def read_body(request: Request, model: type[B]) -> B:
     except ClientDisconnect:
         raise ClientGone from None
 
+    allowed = settings.max_logit_bias + settings.max_bad_words + settings.max_prompts
+    entries = max(MAX_ENTRIES, 2 * allowed)
+
     def parse() -> B:
-        found = loads(raw, max_depth=settings.max_json_depth)
+        found = loads(raw, max_depth=settings.max_json_depth, max_entries=entries)
         check_counts(found, settings)
         return model.read(found, strict=settings.strict)
 
-    if len(raw) <= INLINE_BYTES:
+    if len(raw) <= LARGE_BYTES:
         return parse()
     async with service.parsing:  # one at a time, or their threads outvote the loop's
         return await asyncio.to_thread(parse)

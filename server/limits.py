@@ -52,12 +52,12 @@ def check_sampling(body: SamplingFields, settings: Settings, info: ModelInfo) ->
                 f"bad_words[{index}]: should have 1 to {settings.max_stop_chars} characters",
                 param=f"bad_words[{index}]",
             )
-    _token_ids("stop_token_ids", body.stop_token_ids, info.vocab_size)
+    check_token_ids("stop_token_ids", body.stop_token_ids, info.vocab_size)
     if body.allowed_token_ids is not None:
         if not body.allowed_token_ids:
             raise InvalidRequest("allowed_token_ids: is empty", param="allowed_token_ids")
         _at_most("allowed_token_ids", len(body.allowed_token_ids), info.vocab_size, "entries")
-        _token_ids("allowed_token_ids", body.allowed_token_ids, info.vocab_size)
+        check_token_ids("allowed_token_ids", body.allowed_token_ids, info.vocab_size)
     if body.prompt_logprobs is not None:
         _at_most("prompt_logprobs", body.prompt_logprobs, max_logprobs(settings, info))
     if body.priority != 0:
@@ -152,7 +152,10 @@ def _at_most(field: str, value: int, limit: int, unit: str = "") -> None:
         raise InvalidRequest(f"{field}: {counted}; at most {limit}", param=field)
 
 
-def _token_ids(field: str, ids: list[int], vocab_size: int) -> None:
+def check_token_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Raises `InvalidRequest` naming the first entry that is outside the vocabulary."""
+    if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
+        return
     for index, token in enumerate(ids):
         if not 0 <= token < vocab_size:
             raise InvalidRequest(

@@ -15,7 +15,13 @@ class Metrics:
     """
 
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
+        self._add_requests(self.registry)
+        self._add_tokens(self.registry)
+        self._add_state(self.registry)
+
+    def _add_requests(self, registry: CollectorRegistry) -> None:
+        """What came in and how long it took."""
         self.requests = Counter(
             "samebits_requests", "Answered requests", ["route", "status"], registry=registry
         )
@@ -32,6 +38,12 @@ class Metrics:
             buckets=SECONDS,
             registry=registry,
         )
+        self.open_requests = Gauge(
+            "samebits_open_requests", "Requests being answered", registry=registry
+        )
+
+    def _add_tokens(self, registry: CollectorRegistry) -> None:
+        """What was computed, and how fast."""
         self.first_token = Histogram(
             "samebits_time_to_first_token_seconds",
             "Time from the request to its first output",
@@ -53,11 +65,11 @@ class Metrics:
         self.answer_tokens = Counter(
             "samebits_answer_tokens", "Generated tokens", registry=registry
         )
+
+    def _add_state(self, registry: CollectorRegistry) -> None:
+        """The engine, and what it is."""
         self.in_engine = Gauge(
             "samebits_choices_in_engine", "Choices running or waiting", registry=registry
-        )
-        self.open_requests = Gauge(
-            "samebits_open_requests", "Requests being answered", registry=registry
         )
         self.ready = Gauge(
             "samebits_ready", "1: the engine is verified and stepping", registry=registry

@@ -18,6 +18,13 @@ if TYPE_CHECKING:
 
 STRUCTURED_KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
+# Options that run as they were sent.
+AS_SENT = (
+    "temperature", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "include_stop_str_in_output", "ignore_eos", "min_tokens", "skip_special_tokens",
+    "spaces_between_special_tokens",
+)  # fmt: skip
+
 
 def sampling_of(
     body: SamplingFields,
@@ -38,29 +45,19 @@ def sampling_of(
             f"min_tokens: {body.min_tokens}; at most max_tokens, {max_tokens}", param="min_tokens"
         )
     only_best = body.top_p == 0
+    allowed = body.allowed_token_ids
     return Sampling(
+        **{name: getattr(body, name) for name in AS_SENT},
         max_tokens=max_tokens,
-        temperature=body.temperature,
         top_p=1.0 if only_best else body.top_p,
         top_k=1 if only_best else max(0, body.top_k),
-        min_p=body.min_p,
         seed=seed,
         position_offset=body.samebits_position_offset,
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
-        repetition_penalty=body.repetition_penalty,
         logit_bias=read_logit_bias(body, info),
-        allowed_token_ids=None
-        if body.allowed_token_ids is None
-        else tuple(sorted(set(body.allowed_token_ids))),
+        allowed_token_ids=None if allowed is None else tuple(sorted(set(allowed))),
         bad_words=tuple(body.bad_words),
         stop=read_stop(body.stop, settings),
         stop_token_ids=tuple(sorted(set(body.stop_token_ids))),
-        include_stop_str_in_output=body.include_stop_str_in_output,
-        ignore_eos=body.ignore_eos,
-        min_tokens=body.min_tokens,
-        skip_special_tokens=body.skip_special_tokens,
-        spaces_between_special_tokens=body.spaces_between_special_tokens,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         structured=structured,

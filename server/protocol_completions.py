@@ -95,6 +95,8 @@ def _ids(value: Any, where: str, max_model_len: int, vocab_size: int) -> tuple[i
             param=where,
             code="context_length_exceeded",
         )
+    if set(map(type, value)) == {int} and min(value) >= 0 and max(value) < vocab_size:
+        return tuple(value)
     for index, token in enumerate(value):
         if type(token) is not int or not 0 <= token < vocab_size:
             raise InvalidRequest(

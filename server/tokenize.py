@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import asyncio
+from collections.abc import Sequence
+from typing import Annotated
 
 from fastapi import APIRouter
 from pydantic import Field
@@ -11,10 +13,12 @@ from starlette.responses import Response
 
 from server import limits
 from server.bodies import json_answer, read_body
+from server.engine import Engine
 from server.errors import InvalidRequest
 from server.protocol import Body, Object
 from server.protocol_chat import MAX_MESSAGES, ChatRequest, read_messages, read_tools
 from server.service import Service, Work, service_of
+from server.wire import ENTRIES_PER_SLICE, dumps, dumps_long
 
 router = APIRouter()
 
@@ -54,13 +58,22 @@ async def tokenize(request: Request) -> Response:
             ids = await engine.tokenize(body.prompt, body.add_special_tokens)
         else:
             ids = await _chat_ids(service, body)
-    shown: dict[str, Any] = {
-        "count": len(ids),
-        "max_model_len": engine.info.max_model_len,
-        "tokens": list(ids),
-        "token_strs": [engine.token_text(i) for i in ids] if body.return_token_strs else None,
-    }
-    return json_answer(shown)
+    strings = body.return_token_strs
+    if len(ids) <= ENTRIES_PER_SLICE:
+        return _shown(_counted(engine, ids, strings))
+    async with service.parsing:
+        return _shown(await asyncio.to_thread(_counted, engine, ids, strings))
+
+
+def _counted(engine: Engine, ids: Sequence[int], strings: bool) -> bytes:
+    """The answer of /tokenize."""
+    shown = {"count": len(ids), "max_model_len": engine.info.max_model_len}
+    texts = dumps_long([engine.token_text(i) for i in ids]) if strings else b"null"
+    return b'%s,"tokens":%s,"token_strs":%s}' % (dumps(shown)[:-1], dumps_long(list(ids)), texts)
+
+
+def _shown(raw: bytes) -> Response:
+    return Response(raw, media_type="application/json")
 
 
 async def _chat_ids(service: Service, body: TokenizeRequest) -> tuple[int, ...]:
@@ -91,12 +104,13 @@ async def detokenize(request: Request) -> Response:
     engine = service.ready_engine()
     body = await read_body(request, DetokenizeRequest)
     limits.check_model(body.model, engine.info)
-    for index, token in enumerate(body.tokens):
-        if not 0 <= token < engine.info.vocab_size:
-            raise InvalidRequest(
-                f"tokens[{index}]: should be a token id from 0 to {engine.info.vocab_size - 1}",
-                param=f"tokens[{index}]",
-            )
+    if len(body.tokens) > engine.info.max_model_len:
+        raise InvalidRequest(
+            f"tokens: {len(body.tokens)} tokens; the context is {engine.info.max_model_len}",
+            param="tokens",
+            code="context_length_exceeded",
+        )
+    limits.check_token_ids("tokens", body.tokens, engine.info.vocab_size)
     async with Work.for_request(service, request):
         text = await engine.detokenize(body.tokens)
     return json_answer({"prompt": text})

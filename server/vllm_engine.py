@@ -76,13 +76,13 @@ class VllmEngine:
         return self._tree
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
-        if len(text) < INLINE_CHARS:  # a thread costs more than the work
+        def encode() -> tuple[int, ...]:
             ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        else:
-            ids = await asyncio.to_thread(
-                self._tokenizer.encode, text, add_special_tokens=add_special_tokens
-            )
-        return tuple(int(i) for i in ids)
+            return tuple(int(i) for i in ids)
+
+        if len(text) < INLINE_CHARS:  # a thread costs more than the work
+            return encode()
+        return await asyncio.to_thread(encode)
 
     async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         text = await asyncio.to_thread(

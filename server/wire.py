@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 from typing import Any
 
 from server.errors import InvalidRequest
+from server.stepwise import PAUSE_S, Reader
 
 _encoder = json.JSONEncoder(
     ensure_ascii=False, allow_nan=False, separators=(",", ":"), check_circular=False
@@ -21,8 +23,10 @@ _encode = _encoder.encode
 
 
 # Only such numbers can overflow; without any, floats are read by the fast path of the parser.
-_MAY_OVERFLOW = re.compile(rb"[0-9][eE]\+?0*[0-9]{3}|[0-9]{300}")
-MAX_CONTAINERS = 50_000  # arrays and objects in one body, where there are many brackets at all
+_MAY_OVERFLOW = re.compile(r"[0-9][eE]\+?0*[0-9]{3}|[0-9]{300}")
+LARGE_BYTES = 64 << 10  # a larger body is read in steps, in a thread beside the loop
+ENTRIES_PER_SLICE = 8192
+MAX_ENTRIES = 50_000  # keys, texts, arrays and objects in a large body
 
 
 def dumps(value: Any) -> bytes:
@@ -32,11 +36,29 @@ def dumps(value: Any) -> bytes:
     return _encode(value).encode("utf-8", "backslashreplace")
 
 
-class _Reader:
+def dumps_long(values: list[Any]) -> bytes:
+    """A list like `dumps`. A long one takes pauses: not on the event loop."""
+    parts = []
+    for at in range(0, len(values), ENTRIES_PER_SLICE):
+        if at:
+            time.sleep(PAUSE_S)
+        parts.append(dumps(values[at : at + ENTRIES_PER_SLICE])[1:-1])
+    return b"[" + b",".join(parts) + b"]"
+
+
+class _Hooks:
     """Hooks of one parse: what the standard parser lets through is noticed here."""
 
     def __init__(self) -> None:
         self.nonfinite = False
+        hooks: Any = {"parse_constant": self.constant, "object_pairs_hook": self.pairs}
+        self._fast = json.JSONDecoder(**hooks)
+        self._checked = json.JSONDecoder(parse_float=self.number, **hooks)
+
+    def decoder(self, text: str) -> json.JSONDecoder:
+        """A parser for `text`, or for a piece of it."""
+        may = len(text) > LARGE_BYTES or _MAY_OVERFLOW.search(text)
+        return self._checked if may else self._fast
 
     def number(self, text: str) -> float:
         value = float(text)
@@ -57,17 +79,24 @@ class _Reader:
         return found
 
 
-def loads(body: bytes, *, max_depth: int) -> dict[str, Any]:
-    """A request body as a dict. Raises `InvalidRequest`, naming the field where there is one."""
-    reader = _Reader()
+def loads(body: bytes, *, max_depth: int, max_entries: int = MAX_ENTRIES) -> dict[str, Any]:
+    """A request body as a dict. Raises `InvalidRequest`, naming the field where there is one. A
+    large one is read with pauses: not on the event loop.
+    """
+    hooks = _Hooks()
     try:
         text = body.decode("utf-8")
-        value = json.loads(
-            text,
-            parse_float=reader.number if _MAY_OVERFLOW.search(body) else None,
-            parse_constant=reader.constant,
-            object_pairs_hook=reader.pairs,
-        )
+        if len(body) > LARGE_BYTES:
+            value = Reader(
+                text,
+                decoder=hooks.decoder,
+                pairs=hooks.pairs,
+                max_depth=max_depth,
+                max_entries=max_entries,
+            ).read()
+        else:
+            value = hooks.decoder(text).decode(text)
+            _check_depth(body, value, max_depth)
     except UnicodeDecodeError as fault:
         raise InvalidRequest(f"the body is not UTF-8 (byte {fault.start})") from None
     except json.JSONDecodeError as fault:
@@ -79,8 +108,7 @@ def loads(body: bytes, *, max_depth: int) -> dict[str, Any]:
         raise InvalidRequest("the body holds a number with too many digits") from None
     if not isinstance(value, dict):
         raise InvalidRequest("the body must be a JSON object")
-    _check_depth(body, value, max_depth)
-    if reader.nonfinite:
+    if hooks.nonfinite:
         path = _find(value, lambda leaf: isinstance(leaf, float) and not math.isfinite(leaf))
         raise InvalidRequest(f"{path}: not a finite number", param=path)
     if "\\ud" in text or "\\uD" in text:
@@ -96,17 +124,15 @@ def _check_depth(body: bytes, value: Any, max_depth: int) -> None:
     """
     if body.count(b"[") + body.count(b"{") <= max_depth:
         return
-    level, depth, seen = [value], 1, 1
+    level, depth = [value], 1
     while level:
         if depth > max_depth:
             raise InvalidRequest(f"the body is nested deeper than {max_depth} levels")
-        if seen > MAX_CONTAINERS:
-            raise InvalidRequest(f"the body holds more than {MAX_CONTAINERS} arrays and objects")
         below: list[Any] = []
         for node in level:
             leaves = node.values() if isinstance(node, dict) else node
             below += [leaf for leaf in leaves if isinstance(leaf, dict | list)]
-        level, depth, seen = below, depth + 1, seen + len(below)
+        level, depth = below, depth + 1
 
 
 def _has_surrogate(leaf: Any) -> bool:

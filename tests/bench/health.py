@@ -27,14 +27,24 @@ from tests.bench.start import free_port
 
 MIB = 1 << 20
 CLIENTS = 8
+COMPLETIONS = "/v1/completions"
+PATHS = {b'{"prompt"': "/tokenize", b'{"tokens"': "/detokenize"}  # by how a body begins
 
 
 def bodies() -> dict[str, list[bytes]]:
-    """The attacks: bodies near and over the limit of 4 MiB, and cheap ones that are refused."""
+    """The attacks: bodies near and over the limit of 4 MiB, and cheap ones that are refused.
+    `PATHS` says which go where.
+    """
     ids = b"[" + b"1," * (2 * MIB - 1000) + b"1]"
+    lists = b"[" + b",".join([b"[" + b"777," * 999 + b"1]"] * 256) + b"]"
     return {
         "idle": [],
-        "4 MiB of token ids": [b'{"model":"m","prompt":' + ids[: 4 * MIB - 100] + b"}"],
+        "4 MiB of token ids": [b'{"model":"m","prompt":' + ids + b"}"],
+        "ids, the last is NaN": [b'{"model":"m","prompt":' + ids[:-1] + b",NaN]}"],
+        "256 x 1,000 ids": [b'{"model":"m","max_tokens":0,"echo":true,"n":9,"prompt":%s}' % lists],
+        "4 MiB of texts": [b'{"model":"m","prompt":[' + b'"a",' * (MIB - 100) + b'"a"]}'],
+        "4 MiB to tokenize": [json.dumps({"prompt": "word " * 800_000}).encode()],
+        "ids to text": [b'{"tokens":' + ids + b"}"],
         "4 MiB of text": [json.dumps({"model": "m", "prompt": "word " * 800_000}).encode()],
         "objects in objects": [b'{"model":"m","logit_bias":' + b'{"a":' * 400_000],
         "a million keys": [
@@ -59,7 +69,10 @@ def attack(port: int, sent: list[bytes], seconds: float, out: Any) -> None:
                 for body in sent:
                     try:
                         head = {"content-type": "application/json"}
-                        answer = http.post("/v1/completions", content=body, headers=head)
+                        path = next(
+                            (p for k, p in PATHS.items() if body.startswith(k)), COMPLETIONS
+                        )
+                        answer = http.post(path, content=body, headers=head)
                         statuses[str(answer.status_code)] += 1
                     except httpx.TransportError as fault:
                         statuses[type(fault).__name__] += 1

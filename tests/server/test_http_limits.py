@@ -57,6 +57,12 @@ def test_the_context(live: Live) -> None:
     assert chat["usage"]["total_tokens"] == 512, "chat without max_tokens goes to the end"
 
 
+def test_more_tokens_than_the_context_are_not_turned_into_text(live: Live) -> None:
+    assert live.post("/detokenize", {"tokens": [257] * 512}).status_code == 200
+    error = live.post("/detokenize", {"tokens": [257] * 513}).json()["error"]
+    assert (error["param"], error["code"]) == ("tokens", "context_length_exceeded")
+
+
 def test_a_text_that_can_not_fit_is_not_tokenized() -> None:
     class Counting(FakeEngine):
         tokenized = 0

@@ -227,52 +227,45 @@ def cases(tiles: dict[str, dict[str, int]], dtype: str = "bf16") -> dict[str, di
 
 def draw() -> dict[str, dict[str, Any]]:
     """The seeded draw over a vocabulary of 151,936. On an NPU the definition itself draws, in
-    torch's ops; these are compiled so that they can take its place. The search for a filter's edge
-    (draw_filter) is not among them: triton-ascend 3.2.0 does not lower it.
+    torch's ops; these are compiled so that they can take its place. The filters are draw_judge's:
+    3.2.0 crashes on draw_filter's search, and 1.2.0 was not done with draw's `_settle_kernel` after
+    100 s.
     """
-    groups = -(-151936 // 128)
+    vocab, group, lanes = 151936, 128, 128  # with 512 lanes, CUDA's, the compiler needs minutes
+    groups = -(-vocab // group)
+    table = {**pointers("i32", "table_ptr", "slot_ptr"), **pointers("i64", "position_ptr")}
+    shared = {
+        "GROUP": group,
+        "GROUPS": 1 << (groups - 1).bit_length(),
+        "COVER": 4 * lanes // group,
+        "LANES": lanes,
+        "SPLIT": True,
+        "WIDTH": 12,
+        "PARTS": 64,
+        "BLOCK": 1024,
+    }
 
-    def main(filtered: bool) -> dict[str, Any]:
+    def case(kernel: str, signature: dict[str, str], **constants: Any) -> dict[str, Any]:
+        module = "draw_judge" if kernel in ("_kth_kernel", "_judge_kernel") else "draw"
         return {
-            "module": "draw",
-            "kernel": "_draw_kernel",
-            "signature": {
-                **pointers("fp32", "x_ptr", "peak_ptr", "best_ptr", "edge_ptr", "score_ptr"),
-                **pointers("i32", "stream_ptr", "id_ptr"),
-                **integers("V groups blocks parts stride_x"),
-            },
-            "constants": {
-                "GROUPS": 1 << (groups - 1).bit_length(),
-                "COVER": 4,
-                "LANES": 128,  # with 512, CUDA's, the compiler needs minutes
-                "SPLIT": True,
-                "FILTERED": filtered,
-            },
+            "module": module,
+            "kernel": kernel,
+            "signature": {**signature, **integers("V groups blocks parts stride_x")},
+            "constants": {**shared, **constants},
             "dots": 0,
         }
 
+    floats = pointers("fp32", "x_ptr", "peak_ptr", "best_ptr", "edge_ptr", "score_ptr")
+    held = {**floats, **pointers("i32", "id_ptr"), **pointers("i64", "out_ptr"), **table}
+    judged = {**pointers("fp32", "kth_ptr"), **pointers("i32", "left_ptr")}
     return {
-        "draw: peaks": {
-            "module": "draw",
-            "kernel": "_peaks_kernel",
-            "signature": {**pointers("fp32", "x_ptr", "peak_ptr"), **integers("V groups stride_x")},
-            "constants": {"GROUP": 128, "TILE": 16},
-            "dots": 0,
-        },
-        "draw": main(False),
-        "draw, filtered": main(True),
-        "draw: finish": {
-            "module": "draw",
-            "kernel": "_finish_kernel",
-            "signature": {
-                **pointers("fp32", "score_ptr", "best_ptr"),
-                **pointers("i32", "id_ptr"),
-                **pointers("i64", "out_ptr"),
-                **integers("parts"),
-            },
-            "constants": {"PARTS": 64},
-            "dots": 0,
-        },
+        "draw: greedy": case("_greedy_kernel", held),
+        "draw: peaks": case("_peaks_kernel", held, TILE=16),
+        "draw": case("_draw_kernel", held, CUT=False, EDGES=False),
+        "draw, filtered": case("_draw_kernel", held, CUT=True, EDGES=True),
+        "draw: finish": case("_finish_kernel", held),
+        "draw: last of top_k": case("_kth_kernel", {**held, **judged}),
+        "draw: judged by top_p": case("_judge_kernel", {**held, **judged}),
     }
 
 
@@ -287,7 +280,8 @@ def lowered(case: dict[str, Any], arch: str, **options: Any) -> tuple[str, str]:
     kernel = getattr(importlib.import_module(f"{package}.{case['module']}"), case["kernel"])
     names = set(kernel.arg_names)
     constants = {k: v for k, v in case["constants"].items() if k in names}
-    signature = {k: v for k, v in case["signature"].items() if k in names and k not in constants}
+    known = case["signature"]  # the compiler takes the types by place, not by name
+    signature = {k: known[k] for k in kernel.arg_names if k in known and k not in constants}
     left = names - set(constants) - set(signature)
     if left:
         raise TypeError(f"{case['kernel']}: no type is given for {sorted(left)}")

@@ -110,3 +110,11 @@ def test_others_go_on_meanwhile() -> None:
     done.set()
     watcher.join()
     assert len(waits) > 50, "another thread hardly ran"
+
+
+def test_a_long_answer_is_one_list(live: Live) -> None:
+    text = "the of" * 6000
+    shown = live.post("/tokenize", {"prompt": text, "return_token_strs": True}).json()
+    assert shown["count"] == len(shown["tokens"]) == len(shown["token_strs"]) > 8192
+    assert "".join(shown["token_strs"]) == text
+    assert set(shown) == {"count", "max_model_len", "tokens", "token_strs"}

@@ -299,7 +299,10 @@ def start_worker() -> None:
 
     ascend = get_ascend_config()
     gate.refuse(gate.process_faults() + gate.engine_faults(ascend.vllm_config, ascend))
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    strict = torch.are_deterministic_algorithms_enabled() and (
+        not torch.is_deterministic_algorithms_warn_only_enabled()
+    )
+    torch.use_deterministic_algorithms(True, warn_only=not strict)  # never less than was asked for
     _state["started"] = True
 
 

@@ -47,7 +47,7 @@ def server(
 
 async def ask(client: openai.AsyncOpenAI, prompt: str, **more: Any) -> dict[str, Any]:
     answer = await client.completions.create(
-        model="tiny", prompt=prompt, max_tokens=5, logprobs=3, **{"seed": 42, **more}
+        model="tiny", prompt=prompt, logprobs=3, **{"seed": 42, "max_tokens": 5, **more}
     )
     choice = answer.choices[0]
     assert choice.logprobs is not None
@@ -73,6 +73,25 @@ def test_the_openai_client_is_answered_alike_alone_and_together(server: Server) 
     alone, together = asyncio.run(talk())
     assert together == alone[::-1] * 2
     assert alone[0]["fingerprint"].startswith("sb1-")
+
+
+def test_one_request_again_and_again(server: Server, request: pytest.FixtureRequest) -> None:
+    """vllm-ascend issues 14884, 11317 and 6089: twenty times alone, then twenty among others."""
+    if request.node.callspec.params["server"] != "dense":
+        pytest.skip("one model is enough: the others are slow here")
+
+    async def talk() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+            alone = [await ask(client, "again", max_tokens=3) for _ in range(20)]
+            copies = [ask(client, "again", max_tokens=3) for _ in range(20)]
+            others = [ask(client, "x" * i, seed=i, max_tokens=1 + i % 3) for i in range(1, 13)]
+            mixed = [ask for pair in zip(copies, others, strict=False) for ask in pair]
+            answers = await asyncio.gather(*mixed, *copies[len(others) :])
+            return alone, [*answers[: len(mixed) : 2], *answers[len(mixed) :]]
+
+    alone, among = asyncio.run(talk())
+    assert len(alone) == len(among) == 20
+    assert all(answer == alone[0] for answer in (*alone, *among))
 
 
 def test_chat(server: Server) -> None:

@@ -163,12 +163,29 @@ def test_a_worker_with_a_fault_does_not_start(where: str, worker: dict[str, Any]
     assert bind._state["started"]
 
 
+@pytest.mark.parametrize("asked", ["no", "warn", "strict"])
+def test_the_strictest_wish_for_deterministic_algorithms_wins(
+    asked: str, worker: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vllm-ascend issue 14431."""
+    said: list[tuple[bool, bool]] = []
+    monkeypatch.setattr(
+        torch, "use_deterministic_algorithms", lambda on, warn_only: said.append((on, warn_only))
+    )
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: asked != "no")
+    monkeypatch.setattr(
+        torch, "is_deterministic_algorithms_warn_only_enabled", lambda: asked == "warn"
+    )
+    bind.start_worker()
+    assert said == [(True, asked != "strict")]
+
+
 # ---- what each rank answers ----
 
 
-def of_mode(mode: int) -> Any:
+def of_mode(mode: int, kind: str = "npu") -> Any:
     compiled = SimpleNamespace(mode=mode)
-    runner = SimpleNamespace(model=object())
+    runner = SimpleNamespace(model=object(), device=SimpleNamespace(type=kind))
     return SimpleNamespace(
         vllm_config=SimpleNamespace(compilation_config=compiled), model_runner=runner
     )
@@ -176,14 +193,15 @@ def of_mode(mode: int) -> Any:
 
 def test_a_compiled_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = SimpleNamespace(_ours=set(), seen=set(), floats=set())
-    monkeypatch.setattr(recorder, "forward", lambda _: seen)
+    monkeypatch.setattr(recorder, "forward", lambda *_, **__: seen)
     assert recorder.verdict(of_mode(0)) == "ok"
-    assert "compiled (mode 3)" in recorder.verdict(of_mode(3))
+    for kind in ("npu", "cpu"):
+        assert "compiled (mode 3)" in recorder.verdict(of_mode(3, kind))
 
 
 def test_an_op_that_nobody_judged_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = SimpleNamespace(_ours=set(), seen={"npu::npu_moe_init_routing"}, floats=set())
-    monkeypatch.setattr(recorder, "forward", lambda _: seen)
+    monkeypatch.setattr(recorder, "forward", lambda *_, **__: seen)
     assert "neither overridden nor proven row-wise: npu::npu_moe_init_routing" in recorder.verdict(
         of_mode(0)
     )

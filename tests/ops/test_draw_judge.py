@@ -38,6 +38,8 @@ want = sampling.draw_rows(x, opts)
 assert torch.equal(draw_judge.draw(x, opts, lanes=64, parts=2), want)
 free = sampling.rows([0.8] * 12, k, [1.0] * 12, *rest)
 assert (sampling.draw_rows(x, free) != want).sum() > 3  # so many first winners lay outside
+two = sampling.rows([2.0] * 12, [2] * 12, [1.0] * 12, *rest)
+assert torch.equal(draw_judge.draw(x, two, lanes=64, parts=2), sampling.draw_rows(x, two))
 """
 # One token too few, and a winner that is never asked again.
 PLANTED = {

@@ -108,6 +108,10 @@ def test_chat(server: Server) -> None:
 
 REFUSED = {
     "library": ({"library": False}, "HAS_ASCENDC_BATCH_INVARIANT is False"),
+    "library on one rank of two": (
+        {"STANDIN_FAULT": "rank", "STANDIN_NPUS": "2", "OMP_NUM_THREADS": "1"},
+        "HAS_ASCENDC_BATCH_INVARIANT is False",
+    ),
     "triton": ({"triton": False}, "triton-ascend"),
     "AIV": ({"HCCL_OP_EXPANSION_MODE": "AIV"}, "HCCL_OP_EXPANSION_MODE=AIV"),
     "planted fault": ({"STANDIN_FAULT": "split"}, "rows: "),
@@ -137,11 +141,11 @@ def refused(what: str, npu: Path, model: Path, log: Path, **more: str) -> None:
     """The start ends with the right code, and says why."""
     changed, message = REFUSED[what]
     env = variables(**changed, **more)  # type: ignore[arg-type]
-    with serving(npu, model, log, env) as running:
+    size = {"tensor-parallel-size": changed["STANDIN_NPUS"]} if "STANDIN_NPUS" in changed else {}
+    with serving(npu, model, log, env, **size) as running:
         assert not running.wait()
-        last = [
-            line for line in running.text().splitlines() if "samebits:" in line or "error" in line
-        ]
+        said = ("samebits:", "error", "NotInstalled")  # the last: in a worker's own words
+        last = [line for line in running.text().splitlines() if any(w in line for w in said)]
         assert running.process.returncode in (2, 3), running.text()[-2000:]
         assert any(message in line for line in last), running.text()[-2000:]
 

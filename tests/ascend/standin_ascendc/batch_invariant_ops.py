@@ -1,9 +1,10 @@
 """Stands in for the AscendC package `batch_invariant_ops`: the same names and schemas, on the CPU,
 row by row. Put this folder on the path, and the library is "present".
 
-STANDIN_FAULT=owner registers one of torch's own ops, as a second owner would. STANDIN_FAULT=split
-makes the matrix product cut K by the number of rows, as a kernel that is not batch invariant does:
-the planted fault that the self-check has to catch.
+STANDIN_FAULT=owner registers one of torch's own ops, as a second owner would. STANDIN_FAULT=rank
+makes the library missing in the worker of device 1 alone. STANDIN_FAULT=split makes the matrix
+product cut K by the number of rows, as a kernel that is not batch invariant does: the planted fault
+that the self-check has to catch.
 """
 
 from __future__ import annotations
@@ -65,3 +66,16 @@ for _name, _kernel in {
 if os.environ.get("STANDIN_FAULT") == "owner":
     _second = torch.library.Library("aten", "IMPL")
     _second.impl("mm", matmul, "NPU")
+
+if os.environ.get("STANDIN_FAULT") == "rank":
+    _choose = torch.npu.set_device
+
+    def set_device(where: Any) -> None:
+        """As torch_npu's; and on the second device vllm-ascend finds no library."""
+        _choose(where)
+        if torch.npu.current_device() == 1:
+            from vllm_ascend import batch_invariant
+
+            batch_invariant.HAS_ASCENDC_BATCH_INVARIANT = False
+
+    torch.npu.set_device = set_device

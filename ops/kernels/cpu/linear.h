@@ -32,6 +32,21 @@ SB_INLINE int panels_now(int64_t remaining, int most) {
   return remaining >= 4 && most >= 4 ? 4 : remaining >= 2 && most >= 2 ? 2 : 1;
 }
 
+// R rows of x, lda apart, column after column. One pointer serves three rows: twelve row pointers or offsets don't fit in
+// the address registers, and reloading them took a twentieth of the speed. The barrier keeps the compiler from joining them.
+template <int R> struct Columns {
+  const float* p[(R + 2) / 3];
+  int64_t lda;
+  __attribute__((always_inline)) Columns(const float* a, int64_t stride) : lda(stride) {
+    SB_UNROLL for (int g = 0; g < (R + 2) / 3; g++) {
+      p[g] = a + 3 * g * lda;
+      __asm__("" : "+r"(p[g]));
+    }
+  }
+  __attribute__((always_inline)) float at(int r, int k) const { return p[r / 3][r % 3 * lda + k]; }
+  __attribute__((always_inline)) void step(int n) { SB_UNROLL for (int g = 0; g < (R + 2) / 3; g++) p[g] += n; }
+};
+
 // c[r][p*16..] (+)= sum over k of a[r][k] * b[p][k*ldb..]; `first` starts at +0, else at what c holds.
 template <int R, int P, class T>
 static inline void micro(const float* a, int64_t lda, const typename T::S* const* b, int64_t ldb, int64_t k_len,
@@ -41,6 +56,7 @@ static inline void micro(const float* a, int64_t lda, const typename T::S* const
   SB_UNROLL for (int p = 0; p < P; p++) bp[p] = b[p];
   SB_UNROLL for (int r = 0; r < R; r++)
     SB_UNROLL for (int p = 0; p < P; p++) acc[r][p] = first ? vzero() : vload(c + r * ldc + p * LANES);
+  Columns<R> x(a, lda);
   for (int64_t k = 0; k < k_len; k++) {
     V16 w[P];
     SB_UNROLL for (int p = 0; p < P; p++) {
@@ -49,9 +65,10 @@ static inline void micro(const float* a, int64_t lda, const typename T::S* const
       bp[p] += ldb;
     }
     SB_UNROLL for (int r = 0; r < R; r++) {
-      V16 x = vset1(a[r * lda + k]);
-      SB_UNROLL for (int p = 0; p < P; p++) acc[r][p] = vfma(x, w[p], acc[r][p]);
+      const V16 xr = vset1(x.at(r, 0));
+      SB_UNROLL for (int p = 0; p < P; p++) acc[r][p] = vfma(xr, w[p], acc[r][p]);
     }
+    x.step(1);
   }
   SB_UNROLL for (int r = 0; r < R; r++)
     SB_UNROLL for (int p = 0; p < P; p++) vstore(c + r * ldc + p * LANES, acc[r][p]);
@@ -66,6 +83,7 @@ static inline void micro_pairs(const float* a, int64_t lda, const uint16_t* cons
   SB_UNROLL for (int p = 0; p < P; p++) bp[p] = b[p];
   SB_UNROLL for (int r = 0; r < R; r++)
     SB_UNROLL for (int p = 0; p < P; p++) acc[r][p] = first ? vzero() : vload(c + r * ldc + p * LANES);
+  Columns<R> x(a, lda);
   for (int64_t k = 0; k < pairs; k++) {
     V16 even[P], odd[P];
     SB_UNROLL for (int p = 0; p < P; p++) {
@@ -76,9 +94,10 @@ static inline void micro_pairs(const float* a, int64_t lda, const uint16_t* cons
       bp[p] += 2 * LANES;
     }
     SB_UNROLL for (int r = 0; r < R; r++) {
-      const V16 x0 = vset1(a[r * lda + 2 * k]), x1 = vset1(a[r * lda + 2 * k + 1]);
+      const V16 x0 = vset1(x.at(r, 0)), x1 = vset1(x.at(r, 1));
       SB_UNROLL for (int p = 0; p < P; p++) acc[r][p] = vfma(x1, odd[p], vfma(x0, even[p], acc[r][p]));
     }
+    x.step(2);
   }
   SB_UNROLL for (int r = 0; r < R; r++)
     SB_UNROLL for (int p = 0; p < P; p++) vstore(c + r * ldc + p * LANES, acc[r][p]);
@@ -98,6 +117,7 @@ SB_DOT_TARGET static void micro_dot(const float* a, int64_t lda, const uint16_t*
   SB_UNROLL for (int r = 0; r < R; r++)
     SB_UNROLL for (int p = 0; p < P; p++)
       acc[r][p] = first ? _mm512_setzero_ps() : _mm512_loadu_ps(c + r * ldc + p * LANES);
+  Columns<R> x(a, lda);
   for (int64_t k = 0; k < pairs; k++) {
     __m512i w[P];
     SB_UNROLL for (int p = 0; p < P; p++) {
@@ -106,9 +126,10 @@ SB_DOT_TARGET static void micro_dot(const float* a, int64_t lda, const uint16_t*
       bp[p] += 2 * LANES;
     }
     SB_UNROLL for (int r = 0; r < R; r++) {
-      const __m512i x = _mm512_castps_si512(_mm512_set1_ps(a[r * lda + k]));
-      SB_UNROLL for (int p = 0; p < P; p++) acc[r][p] = _mm512_dpbf16_ps(acc[r][p], (__m512bh)x, (__m512bh)w[p]);
+      const __m512i xr = _mm512_castps_si512(_mm512_set1_ps(x.at(r, 0)));
+      SB_UNROLL for (int p = 0; p < P; p++) acc[r][p] = _mm512_dpbf16_ps(acc[r][p], (__m512bh)xr, (__m512bh)w[p]);
     }
+    x.step(1);
   }
   SB_UNROLL for (int r = 0; r < R; r++)
     SB_UNROLL for (int p = 0; p < P; p++) _mm512_storeu_ps(c + r * ldc + p * LANES, acc[r][p]);
@@ -248,21 +269,18 @@ static void tile(const Linear& l, Input in, int64_t row, int rows, const typenam
   }
 }
 
-// Rows [m0, m1) and panels [p0, p1) of the product, by one thread.
-template <class T> static void linear_part(const Linear& l, int64_t m0, int64_t m1, int64_t p0, int64_t p1) {
+// Rows [m0, m1), read at `in`, and panels [p0, p1) of the product, by one thread.
+template <class T>
+static void linear_part(const Linear& l, Input in, bool dot, int64_t m0, int64_t m1, int64_t p0, int64_t p1) {
   typedef typename T::S S;
   const int64_t m = m1 - m0, k = l.k;
-  if (m <= 0 || p0 >= p1) return;
-  FlushedFloats flushed(T::PAIRS);
-  const bool dot = T::PAIRS && use_dot && l.xdt == BF16;
-  const Input in = input_of(l, m0, m, dot);
   const int64_t blocks = (m + MAX_ROWS - 1) / MAX_ROWS;
-  const int64_t k_block = blocks == 1 ? k : (sizeof(S) == 4 ? 512 : 1024);  // even
+  const int64_t k_block = blocks == 1 ? k : (sizeof(S) == 4 ? 768 : 1024);  // even
   // One or two rows of a large weight wait for memory: one panel after the other is one stream to prefetch.
   const bool streaming = m <= 2 && l.n * k * (int64_t)sizeof(S) > 1 << 19;
   const int most = streaming ? 1 : panels_for((int)((m + blocks - 1) / blocks));
-  const int64_t ldc = MAX_PANELS * LANES;
-  float* c = scratch<1>((size_t)(m * ldc));
+  const int64_t ldc = MAX_PANELS * LANES, c_step = k <= k_block ? 0 : ldc;  // a k of one block needs no accumulators kept
+  float* c0 = scratch<1>((size_t)((m + MAX_ROWS) * ldc));
   const int64_t full = l.n / LANES;  // the panel after these, if any, is the narrow one
   for (int64_t p = p0; p < p1;) {
     int panels = (int)(full - p < p1 - p ? full - p : p1 - p);
@@ -280,9 +298,10 @@ template <class T> static void linear_part(const Linear& l, int64_t m0, int64_t 
       for (int i = 0; i < panels; i++) b[i] = base + (i * k + k0) * LANES;
       for (int64_t q = 0, r = 0; q < blocks; q++) {  // rows in blocks of nearly equal height
         int rows = (int)(m * (q + 1) / blocks - r);
-        tile<T>(l, in, r, rows, b, panels, k0, kl, c + r * ldc, ldc, dot, m0);
+        float* c = c0 + r * c_step;
+        tile<T>(l, in, r, rows, b, panels, k0, kl, c, ldc, dot, m0);
         if (k0 + k_block >= k)
-          SB_DISPATCH(l.odt, TO, SB_DISPATCH(l.bdt, TB, finish<TO, TB>(l, c + r * ldc, ldc, m0 + r, rows, p * LANES, cols)));
+          SB_DISPATCH(l.odt, TO, SB_DISPATCH(l.bdt, TB, finish<TO, TB>(l, c, ldc, m0 + r, rows, p * LANES, cols)));
         r += rows;
       }
     }
@@ -291,21 +310,29 @@ template <class T> static void linear_part(const Linear& l, int64_t m0, int64_t 
 }
 
 // The whole product: pieces of rows x panels that threads take as they come free, so that a thread the system has
-// put aside holds up one piece, not half of the work.
+// put aside holds up one piece, not half of the work. As many pieces for each thread, in whole tiles, all of one size but
+// for a tile, the last of them not the larger; those of the same rows follow each other: a thread copies its rows once.
 static void linear_run(const Linear& l, int64_t m) {
-  const int64_t panels = (l.n + LANES - 1) / LANES;
+  if (m <= 0) return;
+  const int64_t panels = (l.n + LANES - 1) / LANES, blocks = (m + MAX_ROWS - 1) / MAX_ROWS;
   const int want = threads_for(m * l.n * l.k, 1 << 16);
-  const int64_t row_step = m <= 8 * MAX_ROWS ? m : 8 * MAX_ROWS, row_parts = (m + row_step - 1) / row_step;
-  const int64_t pieces = 4 * want / row_parts + 1;  // along the panels
-  const int64_t panel_step = want == 1 ? panels : ((panels + pieces - 1) / pieces + 3) / 4 * 4;
-  const int64_t panel_parts = (panels + panel_step - 1) / panel_step;
+  const int wide = m <= 2 ? 1 : panels_for((int)((m + blocks - 1) / blocks));  // as linear_part takes them
+  const int64_t row_parts = (blocks + 11) / 12;  // of at most twelve tiles: the second cache holds them
+  const int64_t panel_parts = want == 1 ? 1 : (4 + row_parts - 1) / row_parts * want;
   std::atomic<int64_t> next{0};
   parallel(want, [&](int, int) {
-    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < row_parts * panel_parts;) {
-      const int64_t p0 = i / row_parts * panel_step, r0 = i % row_parts * row_step;
-      const int64_t p1 = p0 + panel_step < panels ? p0 + panel_step : panels, r1 = r0 + row_step < m ? r0 + row_step : m;
-      SB_DISPATCH(l.wdt, T, linear_part<T>(l, r0, r1, p0, p1));
-    }
+    SB_DISPATCH(l.wdt, T, {
+      FlushedFloats flushed(T::PAIRS);
+      const bool dot = T::PAIRS && use_dot && l.xdt == BF16;
+      Input in = {nullptr, 0};
+      for (int64_t i, at = -1; (i = next.fetch_add(1, std::memory_order_relaxed)) < row_parts * panel_parts;) {
+        const Range r = share(m, MAX_ROWS, (int)(i / panel_parts), (int)row_parts);
+        const Range p = share(panels, wide, (int)(panel_parts - 1 - i % panel_parts), (int)panel_parts);
+        if (p.begin >= p.end) continue;
+        if (at != r.begin) in = input_of(l, at = r.begin, r.end - r.begin, dot);
+        linear_part<T>(l, in, dot, r.begin, r.end, p.begin, p.end);
+      }
+    });
   });
 }
 

@@ -70,7 +70,7 @@ def tree_from(source: str) -> Mapping[str, Any]:
         return _served(source)
     try:
         with Path(source).open(encoding="utf-8") as file:
-            first = file.readline()
+            first = file.readline(64 << 20)
             value = _json(first) or _json(first + file.read(64 << 20))
     except (OSError, UnicodeDecodeError) as fault:
         raise NoTree(f"{source}: {fault}") from None

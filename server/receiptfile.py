@@ -14,6 +14,7 @@ from typing import Any
 from server import receiptlog, receipts, signing
 
 MAX_LINE_BYTES = 64 << 20
+MAX_TREES = 256  # kept to name what differs; starts of one fingerprint share one
 # Lines held back so that they can be taken in another order; whichever limit comes first.
 WINDOW_LINES = 4096
 WINDOW_BYTES = 32 << 20
@@ -67,7 +68,8 @@ class Reader:
         if not isinstance(value, dict):
             return _faulty(entry, "unreadable", "not an object")
         if value.get("schema") == receiptlog.SCHEMA:
-            self.trees[str(value.get("fingerprint"))] = value.get("tree") or {}
+            if len(self.trees) < MAX_TREES:
+                self.trees[str(value.get("fingerprint"))] = value.get("tree") or {}
             return None
         entry.record = value if "receipt" in value else {"receipt": value}
         try:

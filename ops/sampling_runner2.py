@@ -6,9 +6,10 @@ when it enters (and again when it comes back after a preemption), and a step cos
 on the host. The place in the answer is computed from the position of the row's last token, which
 the runner keeps right under chunked prefill, preemption and asynchronous scheduling.
 
-vLLM's own tables for logit_bias, allowed tokens, bad words and penalties stay in use, with three
-corrections: the answer begins where the position offset says, min_tokens bans one token less (the
-second runner's condition is off by one), and penalties are computed as ops/sampling_logits.py does.
+vLLM's own tables for logit_bias, allowed tokens, bad words and penalties stay in use, with these
+corrections: the answer begins where the position offset says; min_tokens bans one token less (the
+second runner's condition is off by one); and what the tables say is done by ops/kernels/triton/
+edits.py, since vLLM's kernel for allowed tokens is a race, and its penalties round otherwise.
 
 vLLM is imported inside functions only; importing this module does nothing.
 """
@@ -96,7 +97,7 @@ class Sampler:
         self.penalties_state.add_request(req_idx, p)
         self.bad_words_state.add_request(req_idx, p)
         # Its rule bans stop tokens while position < length + min_tokens, one token too long.
-        self.logit_bias_state.add_request(req_idx, prompt_len - 1, p)
+        self.logit_bias_state.add_request(req_idx, prompt_len - 1, _once(p))
         self.logprob_token_ids_state.add_request(req_idx, p)
         self.edited[req_idx] = (
             self.penalties_state.use_penalty[req_idx]
@@ -157,14 +158,22 @@ class Sampler:
 
     def _edit(self, logits: torch.Tensor, batch: Any, positions: torch.Tensor) -> torch.Tensor:
         """A float32 copy of the logits with every row's own options applied."""
-        from ops.kernels.triton.penalties import penalise
+        from ops.kernels.triton import edits
 
         here, slots = batch.idx_mapping_np, batch.expanded_idx_mapping
         x = logits.to(torch.float32, copy=True)
-        self.logit_bias_state.apply_logit_bias(x, slots, here, positions)
-        own = self.penalties_state
+        lists, own = self.logit_bias_state, self.penalties_state
+        if lists.num_allowed_token_ids.np[here].any():
+            ids = lists.allowed_token_ids.gpu
+            edits.allow(x, slots, lists.num_allowed_token_ids.gpu, ids)
+        if lists.num_logit_bias.np[here].any():
+            ids, bias = lists.logit_bias_token_ids.gpu, lists.logit_bias.gpu
+            edits.add(x, slots, lists.num_logit_bias.gpu, ids, bias)
+        if lists.num_stop_token_ids.np[here].any():
+            count, ids = lists.num_stop_token_ids.gpu, lists.stop_token_ids.gpu
+            edits.ban(x, slots, count, ids, positions, lists.min_lens.gpu)
         if own.use_penalty[here].any():
-            penalise(
+            edits.penalise(
                 x, slots, own.repetition_penalty.gpu, own.frequency_penalty.gpu,
                 own.presence_penalty.gpu, own.prompt_bin_mask, own.output_bin_counts,
             )  # fmt: skip
@@ -226,6 +235,16 @@ def _with_names(
     logprobs = sampling_logprobs.log_softmax(logits).gather(-1, wide.long())
     logprobs = logprobs.masked_fill(~live, -torch.inf)
     return torch.cat((ids[:, :1], wide), 1), torch.cat((values[:, :1], logprobs), 1), ranks
+
+
+def _once(params: Any) -> Any:
+    """The options with no allowed token named twice: one of two writers would win."""
+    allowed = params.allowed_token_ids
+    if not allowed or len(set(allowed)) == len(allowed):
+        return params
+    params = params.clone()
+    params.allowed_token_ids = sorted(set(allowed))
+    return params
 
 
 def fits(params: Any) -> None:

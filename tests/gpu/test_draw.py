@@ -75,7 +75,7 @@ def test_logprobs(dtype: torch.dtype, vocab: int) -> None:
 def test_penalties() -> None:
     """The arithmetic of ops/sampling_logits.py, one row at a time, from tables."""
     from ops import sampling_logits
-    from ops.kernels.triton.penalties import penalise
+    from ops.kernels.triton.edits import penalise
 
     g, vocab = torch.Generator().manual_seed(1), 1999
     x = torch.randn(3, vocab, generator=g) * 3

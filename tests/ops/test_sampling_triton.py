@@ -93,7 +93,7 @@ import re
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource
-from ops.kernels.triton import draw, draw_filter, penalties
+from ops.kernels.triton import draw, draw_filter, edits
 F, I, L = "*fp32", "*i32", "*i64"
 TYPES = dict(x_ptr=F, peak_ptr=F, best_ptr=F, edge_ptr=F, score_ptr=F, repetition_ptr=F,
              frequency_ptr=F, presence_ptr=F, mask_ptr=I, count_ptr=I, slot_ptr=I, position_ptr=L,
@@ -107,7 +107,7 @@ CASES = (
     (draw._settle_kernel, dict(PARTS=4, GROUP=128, BLOCK=2048, **LAY)),
     (draw._greedy_kernel, dict(BLOCK=8192)),
     (draw_filter._edges_kernel, dict(GROUP=128, GROUPS=2048, LIST=4096, BLOCK=1024, WIDTH=12)),
-    (penalties._penalise_kernel, dict(BLOCK=1024)),
+    (edits._penalise_kernel, dict(BLOCK=1024)),
 )
 for fused in (False, True):
     found = 0

@@ -8,6 +8,7 @@ overrides and tiles give way to the rows here: one owner per op.
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,16 @@ from ops.kernels.triton import bmm, moe, norm, reduce, softmax
 from ops.kernels.triton.linear import Tile
 from ops.registry import NotInstalled
 
-_state: dict[str, Any] = {}
+_state: dict[Any, Any] = {}
 _OURS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def loaded(what: str) -> dict[Any, None]:
+    """The shapes of "attention" or "norms" that layers of this process have been made with: what
+    the self-check has to prove beside its own. In the order of their making.
+    """
+    shapes: dict[Any, None] = _state.setdefault(("loaded", what), {})
+    return shapes
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -147,6 +156,18 @@ def install_norms() -> None:
     for norm_class, forward in ((RMSNorm, _forward_rms), (GemmaRMSNorm, _forward_gemma)):
         norm_class.forward_native = forward
         norm_class.forward_cuda = forward
+        norm_class.__init__ = _remembered(norm_class.__init__, forward is _forward_gemma)
+
+
+def _remembered(start: Any, gemma: bool) -> Any:
+    """A norm's constructor that also notes its width, for the self-check."""
+
+    @functools.wraps(start)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        start(self, *args, **kwargs)
+        loaded("norms")[(self.weight.shape[0], gemma)] = None
+
+    return __init__
 
 
 def norms_installed() -> bool:
@@ -206,6 +227,9 @@ def install_attention() -> None:
         stock_init(self, *args, **kwargs)
         if str(self.attn_type).rpartition(".")[2].lower() != "decoder":
             _refuse("vllm.Attention", f"{self.attn_type} attention is not proven", "another model")
+        window = tuple(self.sliding_window or (-1, -1))
+        shape = (self.num_heads, self.num_kv_heads, self.head_size, window, self.logits_soft_cap)
+        loaded("attention")[shape] = None
 
     CudaPlatformBase.get_attn_backend_cls = classmethod(choose)
     flash_attn.get_scheduler_metadata = plan
@@ -278,7 +302,7 @@ def moe_tile(
     if dtype is not None or block_shape is not None:
         raise NotInstalled(f"vllm.FusedMoE: experts of {dtype or block_shape} are not proven")
     key = (w2_shape[0], w2_shape[2])
-    tiles = _state.setdefault(("moe", key), _tuned(*key))  # type: ignore[call-overload]
+    tiles = _state.setdefault(("moe", key), _tuned(*key))
     tile: dict[str, int] = tiles[min(tiles, key=lambda rows: abs(rows - M))]
     if tile.get("SPLIT_K", 1) != 1:
         raise NotInstalled(f"vllm.FusedMoE: tile {tile} splits K")

@@ -6,17 +6,26 @@ FlashAttention and vLLM's experts. Weights of planned products are the loaded on
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ops.bindings_cuda import define_operators, moe_tile
+from ops.bindings_cuda import define_operators, loaded, moe_tile
 from ops.kernels.dense import BANDS, by_triton, planner
 from ops.registry import NotInvariant
 from ops.selfcheck import same
 
 ROWS = (1, 2, 7, 16, 33, 64, 65, 128, 129, 255, 256, 257, 512)
+#: Both ends of every band of a plan up to 1,024 rows, and one in between.
+BAND_ROWS = sorted(
+    {r for low, high in pairwise((0, *BANDS)) if high <= 1024
+     for r in (low + 1, (low + high) // 2 + 1, high)}
+)  # fmt: skip
 MOST_BYTES = 2**27  # of one check's result
 
 
@@ -36,7 +45,7 @@ def check_linear() -> None:
         most = min(BANDS[-1], max(512, 1024), MOST_BYTES // (2 * columns))
         x = _randn(most, depth, seed=columns + depth, dtype=weight.dtype)
         want = by_triton(x, weight, bias)
-        for rows in (*ROWS, 1024):
+        for rows in BAND_ROWS:
             if rows <= most:
                 case = f"[{columns}, {depth}] of {weight.dtype}, {rows} rows"
                 got = torch.ops.samebits.linear(x[most - rows :], weight, bias)
@@ -44,22 +53,22 @@ def check_linear() -> None:
 
 
 def check_norm() -> None:
-    """RMSNorm at the widths of heads and of hidden states, around 256 rows."""
+    """RMSNorm at the loaded widths and at some of heads and of hidden states, around 256 rows."""
     define_operators()
-    for columns in (128, 576, 2048, 4096):
+    known = [(n, g) for n in (128, 576, 2048, 4096) for g in (False, True)]
+    for columns, gemma in dict.fromkeys([*known, *loaded("norms")]):
         x, r, w = (_randn(520, columns, seed=i) for i in range(3))
-        for gemma in (False, True):
-            want = torch.ops.samebits.rms_norm(x, w[0], 1e-6, gemma)
-            fused = torch.ops.samebits.fused_add_rms_norm(x, r, w[0], 1e-6, gemma)
-            for rows in ROWS:
-                case = f"{columns} columns, {rows} rows, gemma {gemma}"
-                got = torch.ops.samebits.rms_norm(x[520 - rows :], w[0], 1e-6, gemma)
-                same("vllm.RMSNorm", case, got, want[520 - rows :])
-                both = torch.ops.samebits.fused_add_rms_norm(
-                    x[520 - rows :], r[520 - rows :], w[0], 1e-6, gemma
-                )
-                for a, b in zip(both, fused, strict=True):
-                    same("vllm.RMSNorm", case + ", fused", a, b[520 - rows :])
+        want = torch.ops.samebits.rms_norm(x, w[0], 1e-6, gemma)
+        fused = torch.ops.samebits.fused_add_rms_norm(x, r, w[0], 1e-6, gemma)
+        for rows in ROWS:
+            case = f"{columns} columns, {rows} rows, gemma {gemma}"
+            got = torch.ops.samebits.rms_norm(x[520 - rows :], w[0], 1e-6, gemma)
+            same("vllm.RMSNorm", case, got, want[520 - rows :])
+            both = torch.ops.samebits.fused_add_rms_norm(
+                x[520 - rows :], r[520 - rows :], w[0], 1e-6, gemma
+            )
+            for a, b in zip(both, fused, strict=True):
+                same("vllm.RMSNorm", case + ", fused", a, b[520 - rows :])
 
 
 def check_aten(name: str) -> None:
@@ -108,7 +117,7 @@ def paged(
 
 def flash(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, new: list[int], lengths: list[int],
-    planned: bool = True,
+    planned: bool = True, window: tuple[int, int] = (-1, -1), softcap: float = 0,
 ) -> Tensor:  # fmt: skip
     """vLLM's FlashAttention as its backend calls it, one split, its tiles planned beforehand."""
     from vllm.v1.attention.backends.fa_utils import (
@@ -126,45 +135,56 @@ def flash(
             batch_size=len(new), max_seqlen_q=max(new), max_seqlen_k=max(lengths),
             num_heads_q=q.shape[1], num_heads_kv=k.shape[2], headdim=q.shape[2],
             cache_seqlens=used, qkv_dtype=q.dtype, cu_seqlens_q=start, page_size=k.shape[1],
-            causal=True, window_size=(-1, -1), num_splits=1,
+            causal=True, window_size=window, num_splits=1,
         )  # fmt: skip
     flash_attn_varlen_func(
         q=q, k=k, v=v, out=out, cu_seqlens_q=start, max_seqlen_q=max(new),
         seqused_k=used,
         max_seqlen_k=max(lengths), softmax_scale=q.shape[-1] ** -0.5, causal=True,
-        window_size=[-1, -1], block_table=table, fa_version=get_flash_attn_version(), num_splits=1,
-        scheduler_metadata=plan,
+        window_size=list(window), block_table=table, fa_version=get_flash_attn_version(),
+        num_splits=1, scheduler_metadata=plan, softcap=softcap,
     )  # fmt: skip
     return out
 
 
 def check_attention() -> None:
-    """A position's bits in a whole prompt, in a chunk, as a decode, alone and with neighbours."""
-    op = "vllm.Attention"
-    for heads, kv_heads in ((16, 8), (32, 4)):
-        contexts = [1500, 300, 64, 17, 777]
-        d = paged(contexts, heads, kv_heads, 128)
-        q, k, v, table = d["q"], d["k"], d["v"], d["table"]
-        whole = flash(q, k, v, table, contexts, contexts)
-        unplanned = flash(q, k, v, table, contexts, contexts, planned=False)
-        same(op, f"{heads} heads, planned or not", unplanned, whole)
-        ends = torch.tensor(contexts).cumsum(0).tolist()
-        decode = flash(q[[e - 1 for e in ends]], k, v, table, [1] * 5, contexts)
-        same(op, f"{heads} heads, decode against prompt", decode, whole[[e - 1 for e in ends]])
-        for s, n in enumerate(contexts):
-            first = ends[s] - n
-            case = f"{heads} heads, sequence of {n}"
-            mine = q[first : ends[s]]
-            alone = flash(mine, k, v, table[s : s + 1], [n], [n])
-            same(op, case + ", prompt alone", alone, whole[first : ends[s]])
-            one = flash(mine[-1:], k, v, table[s : s + 1], [1], [n])
-            same(op, case + ", decode alone", one, whole[ends[s] - 1 : ends[s]])
-            cut = n // 3 + 1
-            early = flash(mine[:cut], k, v, table[s : s + 1], [cut], [cut])
-            same(op, case + ", first chunk", early, whole[first : first + cut])
-            if cut < n:
-                late = flash(mine[cut:], k, v, table[s : s + 1], [n - cut], [n])
-                same(op, case + ", second chunk", late, whole[first + cut : ends[s]])
+    """A position's bits in a whole prompt, in a chunk, as a decode, alone and with neighbours: for
+    two shapes of heads and for every one that was loaded.
+    """
+    known = [(16, 8, 128, (-1, -1), 0), (32, 4, 128, (-1, -1), 0)]
+    for heads, kv_heads, dim, window, softcap in dict.fromkeys([*known, *loaded("attention")]):
+        run = partial(flash, window=window, softcap=softcap or 0)
+        _attention(run, heads, kv_heads, dim, planned=window == (-1, -1))
+
+
+def _attention(
+    flash: Callable[..., Tensor], heads: int, kv_heads: int, dim: int, planned: bool
+) -> None:  # fmt: skip
+    contexts = [1500, 300, 64, 17, 777, 3, 90, 129, 33, 5]
+    d = paged(contexts, heads, kv_heads, dim)
+    q, k, v, table = d["q"], d["k"], d["v"], d["table"]
+    op, label = "vllm.Attention", f"{heads} heads of {dim}, {kv_heads} of keys"
+    whole = flash(q, k, v, table, contexts, contexts, planned)
+    if planned:
+        unplanned = flash(q, k, v, table, contexts, contexts, False)
+        same(op, f"{label}, planned or not", unplanned, whole)
+    ends = torch.tensor(contexts).cumsum(0).tolist()
+    companies = [[(s, n, n)] for s, n in enumerate(contexts)]  # prompts alone
+    companies += [[(s, n, 1)] for s, n in enumerate(contexts)]  # decodes alone
+    companies.append([(s, n, 1) for s, n in enumerate(contexts)])
+    pick = random.Random(1)
+    for _ in range(24):  # chunks and decodes of any positions together
+        of = pick.sample(range(len(contexts)), pick.randint(1, len(contexts)))
+        stops = [pick.randint(1, contexts[s]) for s in of]
+        news = [min(stop, pick.choice((1, 1, 7, 60, stop))) for stop in stops]
+        companies.append(list(zip(of, stops, news, strict=True)))
+    for company in companies:
+        of, stops, news = map(list, zip(*company, strict=True))
+        begins = [ends[s] - contexts[s] + stop - new for s, stop, new in company]
+        rows = torch.cat([torch.arange(b, b + n) for b, n in zip(begins, news, strict=True)])
+        case = f"{label}, (sequence, positions, of them new) {company}"
+        got = flash(q[rows.cuda()], k, v, table[of], news, stops, planned)
+        same(op, case, got, whole[rows.cuda()])
 
 
 def check_moe() -> None:

@@ -178,8 +178,14 @@ class Rows:
     seed: npt.NDArray[np.int64]
     choice: npt.NDArray[np.int64]
     position: npt.NDArray[np.int64]
-    #: What a device made of all but `position`; `dataclasses.replace(rows, position=…)` keeps it.
+    #: What a device made of all but `position`; `at` keeps it.
     forms: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def at(self, position: npt.NDArray[np.int64]) -> Rows:
+        """The same rows at other positions: int64 [N], not checked."""
+        other = object.__new__(Rows)
+        other.__dict__.update(self.__dict__, position=position)
+        return other
 
     @property
     def filtered(self) -> npt.NDArray[np.bool_]:

@@ -17,7 +17,6 @@ No torch.Generator is made for a request: there is no `SamplingParams.seed` left
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import secrets
 from collections import OrderedDict
@@ -289,7 +288,7 @@ def prepared(runner: Any, requests: Sequence[Any]) -> sampling.Rows:
         runner._samebits_prepared = (held, prepared)
         return prepared
     own: sampling.Rows = kept[1]
-    return dataclasses.replace(own, position=np.array(now, dtype=np.int64))
+    return own.at(np.array(now, dtype=np.int64))
 
 
 def edits(request: Any) -> sampling_logits.Edits:

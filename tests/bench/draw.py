@@ -13,7 +13,6 @@ says so: seeds are the draw's default, and generators only slow vLLM down.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import statistics
 import time
@@ -75,8 +74,7 @@ def ours(rows: int, case: dict[str, float]) -> Callable[[torch.Tensor], torch.Te
 
     def run(x: torch.Tensor) -> torch.Tensor:
         step[0] += 1
-        now = np.array([step[0]] * rows, dtype=np.int64)
-        return sampling.draw_with(x, dataclasses.replace(opts, position=now))
+        return sampling.draw_with(x, opts.at(np.full(rows, step[0])))
 
     return run
 

@@ -107,7 +107,8 @@ def _attention(heads: int, kv_heads: int, batch: int, context: int, new: int) ->
         triton(512, True, wide), triton(512, False, att.Schedule(128, 8, 2))))  # fmt: skip
     fa3(1)()
     error = ((base.float() - out.float()).norm() / out.float().norm()).item()
-    row(f"attention {heads}/{kv_heads} batch {batch} context {context} new {new}",
+    read = batch * context * kv_heads * 128 * 2 * 2 / 1e6  # of the cache, in Mbyte
+    row(f"attention {heads}/{kv_heads} batch {batch} context {context} new {new}", read_mb=read,
         fa3_heuristic=timed(fa3(0)), fa3_one=timed(fa3(1)),
         triton=timed(triton(512, False, one)),
         triton_128=timed(triton(512, False, att.Schedule(128, 8, 2))) if new > 1 else "-",

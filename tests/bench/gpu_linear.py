@@ -17,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 
 from ops.kernels import cublaslt
 from ops.kernels.triton.linear import Tile, linear
@@ -83,14 +85,43 @@ def graph_time_us(calls: list[Any], repeats: int = 5) -> float:
     return statistics.median(times)
 
 
+@triton.jit
+def _read_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr, TIMES: tl.constexpr):
+    """One number from TIMES blocks of x, so that each byte is read once and nothing is written."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK * TIMES + tl.arange(0, BLOCK)
+    most = tl.zeros((BLOCK,), tl.int32)
+    for i in tl.static_range(TIMES):
+        most = tl.maximum(most, tl.load(x_ptr + at + i * BLOCK))
+    tl.store(out_ptr + tl.program_id(0), tl.max(most, axis=0))
+
+
+def read_tb_s(gib: int = 4) -> float:
+    """The rate at which this chip reads memory that no cache holds, TB/s: the best of some ways."""
+    x = torch.ones(gib * 2**28, device="cuda", dtype=torch.int32)
+    out = torch.empty(x.numel() // 4096, device="cuda", dtype=torch.int32)
+    found = []
+    for block, times, warps in ((4096, 1, 4), (4096, 4, 8), (8192, 4, 8), (8192, 8, 16)):
+
+        def read(block: int = block, times: int = times, warps: int = warps) -> None:
+            grid = (x.numel() // (block * times),)
+            _read_kernel[grid](x, out, BLOCK=block, TIMES=times, num_warps=warps)
+
+        found.append(x.nbytes / graph_time_us([read] * 3) / 1e6)
+    return max(found)
+
+
 def ceilings() -> dict[str, float]:
-    """Copy bandwidth in TB/s and bf16 matrix rate in TFLOP/s of this chip, now."""
+    """Bandwidth of reads and of a copy (read and written bytes added) in TB/s, and the bf16 matrix
+    rate in TFLOP/s, of this chip, now.
+    """
+    read = read_tb_s()
     a = torch.randn(2**30, device="cuda", dtype=torch.float32)
     b = torch.empty_like(a)
     copy_us = graph_time_us([lambda: b.copy_(a)] * 3)
     x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     mm_us = graph_time_us([lambda: x @ x] * 3)
-    return {"copy_tb_s": 2 * a.nbytes / copy_us / 1e6, "matmul_tflop_s": 2 * 8192**3 / mm_us / 1e6}
+    copy = 2 * a.nbytes / copy_us / 1e6
+    return {"read_tb_s": read, "copy_tb_s": copy, "matmul_tflop_s": 2 * 8192**3 / mm_us / 1e6}
 
 
 def compile_all(dtype: torch.dtype) -> None:

@@ -2,9 +2,10 @@
 
 The definition is `triton.linear` with split 1: one ascending chain of 16 k per output element in
 float32, one rounding. A plan holds, for each band of row counts, the fastest cuBLASLt algorithm
-among the library's first unsplit ones. An algorithm enters a plan only after its result equalled
-the definition bit for bit on this chip, on this weight, so which of them wins a race changes speed
-and no bit; where none qualifies, the Triton kernel itself runs.
+among the library's first unsplit ones. An algorithm enters a plan only after its results equalled
+the definition bit for bit on this chip, on this weight, at numbers of rows all over its band, so
+which of them wins a race changes speed and no bit; where none qualifies, the Triton kernel itself
+runs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -33,7 +35,7 @@ BANDS = (
     8192,
 )  # upper bounds of M; the last is open
 CANDIDATES = 6  # per band
-PROOF_ROWS = 512  # of each band, compared with the definition
+EVERY_ROW_COUNT = 64  # up to here an algorithm is proven at each number of rows; above, at five
 _MOST_ELEMENTS = 2**27  # of y while planning; wider weights keep their last planned band
 
 Way = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
@@ -60,6 +62,13 @@ def tile_for(rows: int, dtype: torch.dtype) -> Tile:
     if rows <= 256:
         return Tile(64, 64, 128, 4, 4)
     return Tile(128, 128, 64, 8, 4)
+
+
+def proof_counts(low: int, high: int) -> list[int]:
+    """The numbers of rows at which a way for `low` + 1 to `high` rows is proven, largest first."""
+    if high <= EVERY_ROW_COUNT:
+        return list(range(high, low, -1))
+    return sorted({low + 1 + (high - low - 1) * i // 4 for i in range(5)}, reverse=True)
 
 
 def by_triton(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -98,13 +107,16 @@ class Planner:
     def _bands(self, weight: torch.Tensor, bias: torch.Tensor | None) -> list[Band]:
         columns = weight.shape[0]
         bands: list[Band] = []
-        for rows in BANDS:
+        for low, rows in pairwise((0, *BANDS)):
             if bands and rows * columns > _MOST_ELEMENTS:
                 break
-            bands.append(self._best(rows, weight, bias))
+            bands.append(self._best(low, rows, weight, bias))
         return bands
 
-    def _best(self, rows: int, weight: torch.Tensor, bias: torch.Tensor | None) -> Band:
+    def _best(
+        self, low: int, rows: int, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> Band:  # fmt: skip
+        """The fastest proven way for `low` + 1 to `rows` rows."""
         columns, depth = weight.shape
         fallback = Band(rows, by_triton, "triton", float("inf"))
         if weight.dtype not in (torch.bfloat16, torch.float16) or not _library_takes(weight):
@@ -112,7 +124,7 @@ class Planner:
         seeded = torch.Generator(device=weight.device).manual_seed(rows)
         x = torch.randn((rows, depth), generator=seeded, device=weight.device)
         x = x.to(weight.dtype)
-        wanted = by_triton(x[:PROOF_ROWS], weight, bias)
+        wanted = by_triton(x, weight, bias)
         found = [fallback]
         try:
             algorithms = cublaslt.algorithms(rows, columns, depth, weight.dtype, 8)[:CANDIDATES]
@@ -121,10 +133,13 @@ class Planner:
         for algorithm in algorithms:
             way = cublaslt.product(algorithm, columns, depth, weight.dtype)
             try:
-                y = way(x, weight, bias)
+                proven = all(
+                    torch.equal(way(x[:m], weight, bias), wanted[:m])
+                    for m in proof_counts(low, rows)
+                )
             except cublaslt.CublasLtError:
                 continue
-            if torch.equal(y[:PROOF_ROWS], wanted):
+            if proven:
                 us = self._time_us(lambda w, way=way: way(x, w, bias), weight, rows)
                 found.append(Band(rows, way, str(algorithm), us))
         return min(found, key=lambda band: band.us)

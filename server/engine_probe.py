@@ -1,7 +1,7 @@
 """The promise through the engine: one question alone, then under everything that must not show.
 
-Every start asks the short version before it serves; `samebits check` asks the long one. Token ids
-and the bits of every logprob are compared.
+Every start asks the short version before it serves, on an accelerator the crowd too; `samebits
+check` asks them and the long one. Token ids and the bits of every logprob are compared.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from server.engine import Engine, Prompt, Sampling
 Bits = tuple[tuple[int, ...], tuple[str, ...]]
 LONG_SIZES = (2, 3, 8, 16, 17, 32, 33, 64, 65, 129)
 LENGTHS = (3, 17, 40, 130)  # tokens of the prompts of the long version
+CROWD = (5, 1, 17, 64, 3, 33, 90, 2, 129, 8, 40, 24)  # and of the crowd's
+CROWD_TOKENS = 8
 _numbers = itertools.count()
 
 
@@ -34,6 +36,34 @@ async def short(engine: Engine) -> None:
     _compare("in a batch of 4", together, alone)
 
 
+async def crowd(engine: Engine) -> None:
+    """A dozen questions, greedy and seeded, alone; then twice together, each arriving while those
+    before it are being answered, and strangers among them that leave in the middle. So batches of
+    every size up to a dozen, that change from step to step, mix prompts and answers.
+
+    Raises `Differs`.
+    """
+    room = engine.info.max_model_len - CROWD_TOKENS - 1
+    asked = [
+        (prompt(engine, max(1, min(room, length)), i), sampling(engine, CROWD_TOKENS, seeded=i % 3))
+        for i, length in enumerate(CROWD)
+    ]
+    alone = [await ask(engine, *one) for one in asked]
+    for order in (list(range(len(asked))), list(range(len(asked)))[::-1]):
+        tasks = {}
+        async with asyncio.TaskGroup() as group:
+            for i in order:
+                begun = asyncio.Event()
+                tasks[i] = group.create_task(ask(engine, *asked[i], begun=begun))
+                if i % 4 == 0:
+                    stranger = prompt(engine, max(1, min(room, 7 + i)), 50 + i)
+                    options = sampling(engine, CROWD_TOKENS, seeded=i % 8)
+                    group.create_task(ask(engine, stranger, options, leave_after=3))
+                await begun.wait()
+        for i, task in tasks.items():
+            _compare(f"in a crowd: question {i}", task.result(), alone[i])
+
+
 async def long(
     engine: Engine, progress: Callable[[int, int], None] = lambda *_: None
 ) -> dict[str, list[dict[str, object]]]:
@@ -49,7 +79,7 @@ async def long(
         for seeded in (False, True)
     ]
     found: dict[str, list[dict[str, object]]] = {}
-    total, done = len(probes) * (len(LONG_SIZES) + 3), 0
+    total, done = len(probes) * (len(LONG_SIZES) + 3) + 1, 0
     for name, length, seeded in probes:
         one = (prompt(engine, length, 1), sampling(engine, 8, seeded=seeded))
         alone = await ask(engine, *one)
@@ -69,6 +99,13 @@ async def long(
             found.setdefault(name, []).append({"case": case, "ok": not message, "message": message})
             done += 1
             progress(done, total)
+    message = ""
+    try:
+        await crowd(engine)
+    except Differs as fault:
+        message = str(fault)
+    found["a crowd"] = [{"case": "arriving, leaving", "ok": not message, "message": message}]
+    progress(total, total)
     return found
 
 
@@ -91,19 +128,32 @@ def _most(engine: Engine) -> int:
     return most if most >= 0 else 2
 
 
-async def ask(engine: Engine, asked: Prompt, options: Sampling) -> Bits:
-    """The answer's token ids and the bits of all its logprobs."""
+async def ask(
+    engine: Engine, asked: Prompt, options: Sampling, *, begun: asyncio.Event | None = None,
+    leave_after: int = 0,
+) -> Bits:  # fmt: skip
+    """The answer's token ids and the bits of all its logprobs. `begun` is set at its first token,
+    or when there is none to come; after `leave_after` tokens the asker is gone.
+    """
     ids: list[int] = []
     bits: list[str] = []
     name = f"probe-{next(_numbers)}"
     outputs = engine.generate(asked, options, request_id=name)
-    async with aclosing(outputs):
-        async for output in outputs:
-            ids += output.token_ids
-            for at in output.logprobs or ():
-                bits.append(
-                    " ".join(f"{t.token_id}:{t.logprob.hex()}" for t in (at.token, *at.top))
-                )
+    try:
+        async with aclosing(outputs):
+            async for output in outputs:
+                ids += output.token_ids
+                for at in output.logprobs or ():
+                    bits.append(
+                        " ".join(f"{t.token_id}:{t.logprob.hex()}" for t in (at.token, *at.top))
+                    )
+                if begun is not None:
+                    begun.set()
+                if 0 < leave_after <= len(ids):
+                    break
+    finally:
+        if begun is not None:
+            begun.set()
     return tuple(ids), tuple(bits)
 
 

@@ -247,6 +247,8 @@ async def open_engine(start: Start) -> VllmEngine:
     try:
         if start.settings.determinism != "off":
             await engine_probe.short(engine)
+            if start.device != "cpu":
+                await engine_probe.crowd(engine)
             report["checks"]["engine"] = "ok"
     except engine_probe.Differs as fault:
         await engine.close()

@@ -49,12 +49,22 @@ def test_the_report_and_its_picture(tmp_path: Path, cases: list[dict[str, Any]])
 async def test_the_probe_through_the_engine_holds_and_sees_a_neighbour() -> None:
     await engine_probe.short(FakeEngine())
     held = await engine_probe.long(FakeEngine())
-    assert len(held) == 8 and all(case["ok"] for cases in held.values() for case in cases)
+    assert len(held) == 9 and all(case["ok"] for cases in held.values() for case in cases)
     with pytest.raises(engine_probe.Differs, match=r"in a batch of 4: token \d"):
         await engine_probe.short(Neighbourly())
     seen = await engine_probe.long(Neighbourly())
+    assert not seen.pop("a crowd")[0]["ok"]
     for cases in seen.values():
         assert {case["case"] for case in cases if case["ok"]} == {"again"}
+
+
+async def test_the_crowd_holds_and_sees_what_only_many_show() -> None:
+    engine = FakeEngine(delay_s=0.002)
+    await engine_probe.crowd(engine)
+    assert not engine.running
+    with pytest.raises(engine_probe.Differs, match=r"in a crowd: question \d+: token \d"):
+        await engine_probe.crowd(Crowded(delay_s=0.002))
+    await engine_probe.short(Crowded(delay_s=0.002))  # a batch of four is too small to show it
 
 
 @dataclass
@@ -63,6 +73,14 @@ class Neighbourly(FakeEngine):
 
     def _value(self, rank: int) -> float:
         return -float(rank + len(self.running))
+
+
+@dataclass
+class Crowded(FakeEngine):
+    """Its logprobs are others when more than five are asked at once."""
+
+    def _value(self, rank: int) -> float:
+        return -float(rank + (len(self.running) > 5))
 
 
 @pytest.mark.parametrize("code", [0, 3])

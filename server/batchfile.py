@@ -10,6 +10,7 @@ Out:  {"id": …, "custom_id": "a", "response": {"status_code": 200, "request_id
 
 from __future__ import annotations
 
+import codecs
 import fcntl
 import hashlib
 import json
@@ -48,6 +49,8 @@ def read_tasks(path: Path, defaults: Mapping[str, Any]) -> Iterator[Task]:
         number = 0
         while raw := file.readline(MAX_LINE_BYTES):
             number += 1
+            if number == 1:
+                raw = raw.removeprefix(codecs.BOM_UTF8)
             if not raw.strip():
                 continue
             if plain is None:
@@ -74,7 +77,9 @@ def _request(raw: bytes, name: str, defaults: Mapping[str, Any]) -> Task:
         return Task(custom_id, "", {}, len(raw), fault)
 
     try:
-        line = json.loads(raw)
+        line = json.loads(raw, object_pairs_hook=_pairs)
+    except _Twice as fault:
+        return bad(f"the key {fault} stands twice")
     except (ValueError, RecursionError):
         return bad("the line is no JSON")
     if not isinstance(line, dict):
@@ -92,6 +97,19 @@ def _request(raw: bytes, name: str, defaults: Mapping[str, Any]) -> Task:
     if body.get("stream"):
         return bad("body.stream: an answer in a file is not streamed", custom_id)
     return Task(custom_id, line["url"], {**defaults, **body}, len(raw))
+
+
+class _Twice(Exception):
+    """A key that stands twice in one object: which of its values was meant?"""
+
+
+def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise _Twice(repr(key[:100]))
+        found[key] = value
+    return found
 
 
 class Output:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import codecs
 import json
 
 import httpx
@@ -125,6 +126,32 @@ def test_bad_lines_say_why_and_the_others_are_answered(tmp_path):
     assert "custom_id" in faults["line-7"] and "JSON" in faults["line-9"]
 
 
+def test_a_line_that_is_not_quite_json_does_not_end_the_batch(tmp_path):
+    def odd(name, field):
+        return json.dumps(line(name)).encode().replace(b'"max_tokens"', field + b', "max_tokens"')
+
+    path = tmp_path / "in.jsonl"
+    fields = {
+        "nan": b'"min_p": NaN', "inf": b'"min_p": 1e999', "half": b'"user": "\\ud800"',
+        "twice": b'"user": "a", "user": "b"', "digits": b'"n": ' + b"1" * 5000,
+    }  # fmt: skip
+    raw = [odd(name, field) for name, field in fields.items()]
+    path.write_bytes(codecs.BOM_UTF8 + b"\n".join([*raw, json.dumps(line("good")).encode()]))
+    code, found = go(path)
+    assert code == FAILED
+    assert found["good"]["response"]["status_code"] == 200
+    for name, param in (("nan", "min_p"), ("inf", "min_p"), ("half", "user")):
+        assert found[name]["response"]["status_code"] == 400
+        assert found[name]["response"]["body"]["error"]["param"] == param
+    assert "'user' stands twice" in found["line-4"]["error"]["message"]
+    assert "JSON" in found["line-5"]["error"]["message"]
+    path = tmp_path / "prompts.txt"
+    path.write_text('one\n"\\ud800"\ntwo\n')
+    code, found = go(path, defaults={"max_tokens": 2})
+    assert code == FAILED
+    assert [found[f"line-{i}"]["response"]["status_code"] for i in (1, 2, 3)] == [200, 400, 200]
+
+
 def test_resumes_after_a_kill(tmp_path):
     path = write(tmp_path / "in.jsonl", *(line(f"{i}", seed=i) for i in range(40)))
     _, whole = go(path, output=tmp_path / "whole.jsonl")
@@ -175,10 +202,14 @@ def test_many_more_lines_than_the_queue_takes(tmp_path, monkeypatch):
     assert code == DONE and len(found) == 50 and engine.peak <= 3
 
 
-def test_the_same_id_twice_is_answered_once(tmp_path):
+def test_the_same_id_twice_is_answered_once_and_said(tmp_path, capsys):
     engine = FakeEngine()
-    code, found = go(write(tmp_path / "in.jsonl", line("a"), line("a"), line("b")), engine)
+    path = write(tmp_path / "in.jsonl", line("a"), line("a", prompt="other"), line("b"))
+    code, found = go(path, engine)
     assert code == DONE and set(found) == {"a", "b"} and len(engine.started) == 2
+    assert "1 lines not asked" in capsys.readouterr().err
+    go(path, engine)
+    assert "not asked" not in capsys.readouterr().err
 
 
 def test_answers_of_another_fingerprint_are_not_mixed_in(tmp_path):

@@ -141,6 +141,14 @@ COMMON: tuple[Row, ...] = (
     ),
     Force(
         "option",
+        "structured_outputs_config",
+        {"backend": "xgrammar"},
+        ALL,
+        "auto keeps the grammar backend of whichever request came first, and answers with it",
+        "vllm/v1/structured_output/__init__.py",
+    ),
+    Force(
+        "option",
         "disable_custom_all_reduce",
         True,
         ALL,

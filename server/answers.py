@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from server.engine import Engine, Output, Prompt, Sampling
-from server.errors import EngineFailed
+from server.errors import EngineFailed, InvalidRequest
 from server.logprobs import Entry, Offsets, echo_entries
 
 
@@ -109,6 +109,12 @@ class Answer:
         del self._held[:count]
 
     def _end(self, output: Output, part: Part) -> None:
+        if output.finish_reason == "error" and self.job.sampling.structured:
+            raise InvalidRequest(
+                "structured_outputs: the grammar, with the other options of this request, leaves "
+                "no token to go on with",
+                param="structured_outputs",
+            )
         if output.finish_reason not in ("stop", "length"):
             raise EngineFailed(f"the engine ended the request: {output.finish_reason}")
         self.done = True

@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -21,7 +21,7 @@ from server.errors import InvalidRequest
 from server.generation import Outputs, peek, run
 from server.identity import new_id
 from server.logprobs import prompt_logprobs
-from server.options import read_structured, sampling_of
+from server.options import check_grammar, read_structured, sampling_of
 from server.protocol import StreamOptions
 from server.protocol_chat import ChatRequest, read_messages
 from server.seeds import Seed, resolve
@@ -29,6 +29,9 @@ from server.service import Service, Work, service_of
 from server.streaming import EventStream, event
 from server.usage import Usage, wants_receipt
 from server.wire import dumps
+
+if TYPE_CHECKING:
+    from config.settings import Settings
 
 router = APIRouter()
 
@@ -94,6 +97,8 @@ async def _prepare(service: Service, engine: Engine, body: ChatRequest, receipt:
         limits.check_text(message["content"] or "", body, info, f"messages[{index}].content")
     plan = tools.plan(body, info)
     service.admission.check(body.n)
+    structured = _structured(body, plan, settings)
+    await check_grammar(structured, body, settings, engine)
     seed = resolve(body.seed, greedy=body.temperature == 0, policy=settings.seed_policy)
     prompt = await engine.render_chat(
         messages,
@@ -113,7 +118,7 @@ async def _prepare(service: Service, engine: Engine, body: ChatRequest, receipt:
         max_tokens=max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
-        structured=_structured(body, plan),
+        structured=structured,
     )
     prompt = replace(prompt, token_ids=ids)
     first = body.samebits_choice
@@ -134,8 +139,10 @@ def _check_top_logprobs(body: ChatRequest, most: int) -> None:
         )
 
 
-def _structured(body: ChatRequest, plan: tools.ToolPlan) -> tuple[str, str] | None:
-    asked, forced = read_structured(body), plan.structured()
+def _structured(
+    body: ChatRequest, plan: tools.ToolPlan, settings: Settings
+) -> tuple[str, str] | None:
+    asked, forced = read_structured(body, settings), plan.structured()
     if asked and forced:
         raise InvalidRequest(
             "response_format: tool_choice already fixes the form of the answer",

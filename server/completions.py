@@ -20,7 +20,7 @@ from server.errors import InvalidRequest
 from server.generation import Outputs, peek, run
 from server.identity import new_id
 from server.logprobs import completion_logprobs, prompt_logprobs
-from server.options import read_structured, sampling_of
+from server.options import check_grammar, read_structured, sampling_of
 from server.protocol import StreamOptions
 from server.protocol_completions import CompletionRequest, read_prompts
 from server.seeds import Seed, resolve
@@ -108,8 +108,9 @@ async def _prepare(
         max_tokens=body.max_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=max(scored, default=None),
-        structured=read_structured(body),
+        structured=read_structured(body, settings),
     )
+    await check_grammar(sampling.structured, body, settings, engine)
     prompts = [await _prompt(engine, body, p, i, len(raw)) for i, p in enumerate(raw)]
     jobs = [
         Job(i * body.n + j, i, prompt, replace(sampling, choice=j + body.samebits_choice))

@@ -201,6 +201,10 @@ class Engine(Protocol):
         """
         ...
 
+    async def grammar_fault(self, kind: str, text: str) -> str:
+        """Why no answer can follow this grammar (`Sampling.structured`); "" when one can."""
+        ...
+
     def generate(
         self,
         prompt: Prompt,

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from server.errors import Draining, InvalidRequest, NotFound, Overloaded
-from server.protocol import SamplingFields
+from server.protocol import MAX_CHOICE, SamplingFields
 
 if TYPE_CHECKING:
     from config.settings import Settings
@@ -46,6 +46,12 @@ def check_sampling(body: SamplingFields, settings: Settings, info: ModelInfo) ->
     `InvalidRequest`.
     """
     _at_most("n", body.n, settings.max_n)
+    if body.samebits_choice + body.n - 1 > MAX_CHOICE:
+        raise InvalidRequest(
+            f"samebits_choice: with n the last choice is {body.samebits_choice + body.n - 1}; "
+            f"at most {MAX_CHOICE}",
+            param="samebits_choice",
+        )
     for index, word in enumerate(body.bad_words):
         if not word.strip() or len(word) > settings.max_stop_chars:
             raise InvalidRequest(

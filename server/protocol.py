@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSche
 from server.errors import InvalidRequest
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+MAX_CHOICE = 65535
 
 Seed = Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)]
 Text = Annotated[str, Field(max_length=10_000)]
@@ -139,7 +140,7 @@ class SamplingFields(Body):
     stream: bool = False
     stream_options: Anything = None
     # vLLM's
-    top_k: Annotated[int, Field(ge=-1)] = 0
+    top_k: Annotated[int, Field(ge=-1, le=INT64_MAX)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
     min_tokens: Annotated[int, Field(ge=0)] = 0
@@ -160,8 +161,8 @@ class SamplingFields(Body):
     priority: int = 0
     request_id: Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,128}$")] | None = None
     # ours
-    samebits_position_offset: Annotated[int, Field(ge=0, le=2**31)] = 0
-    samebits_choice: Annotated[int, Field(ge=0, le=65535)] = 0  # number of the first choice
+    samebits_position_offset: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+    samebits_choice: Annotated[int, Field(ge=0, le=MAX_CHOICE)] = 0  # number of the first choice
     samebits_receipt: bool = False
     # no effect on the answer
     user: Text | None = Field(None, description=HARMLESS)

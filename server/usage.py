@@ -8,6 +8,7 @@ from typing import Any
 from starlette.requests import Request
 
 from server.answers import Answer
+from server.errors import InvalidRequest
 from server.protocol import SamplingFields
 from server.seeds import Seed
 
@@ -39,6 +40,9 @@ class Usage:
 
 def wants_receipt(request: Request, body: SamplingFields) -> bool:
     """Whether this answer is to carry receipts: header `X-Samebits-Receipt: 1`, or the body
-    field.
+    field. Raises `InvalidRequest` on another value: it would go without a receipt unnoticed.
     """
-    return body.samebits_receipt or request.headers.get(RECEIPT_HEADER, "0").strip() == "1"
+    given = {value.strip() for value in request.headers.getlist(RECEIPT_HEADER)}
+    if not given <= {"0", "1"} or len(given) > 1:
+        raise InvalidRequest("X-Samebits-Receipt: should be 1 or 0", param="X-Samebits-Receipt")
+    return body.samebits_receipt or given == {"1"}

@@ -14,6 +14,7 @@ from server import engine_probe, fingerprint
 from server.engine import Health, ModelInfo, Output, Prompt, Sampling, ToolCall
 from server.errors import EngineDead, EngineFailed, InvalidRequest, ServerError
 from server.vllm_chat import Chat
+from server.vllm_grammar import Grammars
 from server.vllm_output import Translator, sampling_params
 from server.vllm_start import Start, StartFault, build, fingerprint_tree
 from server.vllm_text import TokenText
@@ -43,6 +44,7 @@ class VllmEngine:
         self._tokenizer = tokenizer
         self._text = TokenText(tokenizer)
         self._chat = Chat(start.settings, tokenizer)
+        self._grammars = Grammars(config, tokenizer)
         self._tree = tree
         self._short = fingerprint.short(self._tree)
         self._info = ModelInfo(
@@ -100,6 +102,9 @@ class VllmEngine:
         self, text: str, tools: Sequence[Mapping[str, Any]], token_ids: Sequence[int] = ()
     ) -> tuple[str | None, tuple[ToolCall, ...]]:
         return await asyncio.to_thread(self._chat.parse_tools, text, tools, token_ids)
+
+    async def grammar_fault(self, kind: str, text: str) -> str:
+        return await self._grammars.fault(kind, text)
 
     async def generate(
         self,

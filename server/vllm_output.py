@@ -43,14 +43,15 @@ def sampling_params(sampling: Sampling, *, whole: bool = False, plain: bool = Fa
         spaces_between_special_tokens=sampling.spaces_between_special_tokens,
         logprobs=sampling.logprobs,
         prompt_logprobs=sampling.prompt_logprobs,
-        structured_outputs=_structured(sampling.structured),
+        structured_outputs=structured_params(sampling.structured),
         extra_args=None if plain else {"samebits": own},
         seed=sampling.seed + sampling.choice if plain else None,
         output_kind=RequestOutputKind.FINAL_ONLY if whole else RequestOutputKind.DELTA,
     )
 
 
-def _structured(wanted: tuple[str, str] | None) -> Any:
+def structured_params(wanted: tuple[str, str] | None) -> Any:
+    """vLLM's StructuredOutputsParams for (kind, text)."""
     from vllm.sampling_params import StructuredOutputsParams
 
     if wanted is None:

@@ -59,6 +59,7 @@ WISHES: dict[str, Any] = {
 NOT_OFFERED = {
     "generation_config": "leave it out",
     "logprobs_mode": "leave it out",
+    "structured_outputs_config": "leave it out",
     "disable_cascade_attn": "leave it out",
     "disable_custom_all_reduce": "leave it out",
     "speculative_config": "serve the model without a draft",

@@ -125,6 +125,9 @@ class FakeEngine:
             text += "[assistant]"
         return Prompt(await self.tokenize(text), text)
 
+    async def grammar_fault(self, kind: str, text: str) -> str:
+        return "the grammar is refused" if "refuse" in text else ""
+
     async def parse_tools(
         self, text: str, tools: Sequence[Mapping[str, Any]], token_ids: Sequence[int] = ()
     ) -> tuple[str | None, tuple[ToolCall, ...]]:

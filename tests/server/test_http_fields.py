@@ -35,7 +35,7 @@ NUMBERS: dict[str, tuple[list[Any], list[Any]]] = {
     ),
     "stream": ([False], ["true", 1, 0]),
     "stream_options": ([], [{"include_usage": True}, {}, 1, "x"]),
-    "top_k": ([-1, 0, 1, 1000], [-2, 1.5, "1", True]),
+    "top_k": ([-1, 0, 1, 1000, 2**63 - 1], [-2, 1.5, "1", True, 2**63, BIG]),
     "min_p": ([0, 1], [-0.1, 1.1, "0"]),
     "repetition_penalty": ([0.01, 1, 100], [0, -1, 101, "1"]),
     "min_tokens": ([0, 2], [-1, 10**6, 1.5, True]),
@@ -54,17 +54,24 @@ NUMBERS: dict[str, tuple[list[Any], list[Any]]] = {
     "response_format": (
         [{"type": "text"}, {"type": "json_object"},
          {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}],
-        [{}, {"type": "xml"}, {"type": "json_schema"}, "text", []],
+        [{}, {"type": "xml"}, {"type": "json_schema"}, "text", [],
+         {"type": "json_object", "schema": {"type": "array"}}, {"type": "text", "x": 1},
+         {"type": "json_schema", "schema": {}, "json_schema": {"schema": {}}},
+         {"type": "json_schema", "json_schema": {"schema": {}, "shcema": 1}},
+         {"type": "json_schema", "json_schema": {"schema": {"const": "refuse"}}}],
     ),
     "structured_outputs": (
         [{"json": {"type": "object"}}, {"json": "{}"}, {"regex": "a+"}, {"choice": ["a", "b"]},
          {"grammar": "root ::= x"}, {"json_object": True}],
         [{}, {"xml": 1}, {"regex": 1}, {"choice": []}, {"choice": [1]}, {"json": "{"},
-         {"json": {}, "regex": "a"}, "x"],
+         {"json": {}, "regex": "a"}, "x", {"json_object": 1}, {"json_object": "no"},
+         {"json": '{"a": 1, "a": 2}'}, {"json": '{"const": NaN}'}, {"json": '{"a": 1e999}'},
+         {"json": '{"const": "\\ud800"}'}, {"json": '{"a":' * 99 + "1" + "}" * 99},
+         {"regex": "refuse"}, {"choice": ["refuse"]}],
     ),
     "priority": ([0], [1, -1, "0", True]),
     "request_id": (["abc-1"], ["", "a b", "é", "x" * 129, "a\nb", 5]),
-    "samebits_position_offset": ([0, 2**31], [-1, 2**31 + 1, 1.0, "0"]),
+    "samebits_position_offset": ([0, 2**31 - 1], [-1, 2**31, 1.0, "0"]),
     "samebits_choice": ([0, 65535], [-1, 65536, 1.0, "0"]),
     "samebits_receipt": ([False], [1, "true"]),
     "user": (["me"], [5, "x" * 10_001]),
@@ -207,6 +214,38 @@ def test_what_is_not_served_says_so(live: Live, field: str) -> None:
     _refused(_completion(live, **{field: "something"}), field)
     for neutral in REFUSED[field][0]:
         assert _completion(live, **{field: neutral}).status_code == 200
+
+
+def test_the_last_choice_stays_within_what_can_be_asked_again(live: Live) -> None:
+    assert _completion(live, samebits_choice=65533, n=3).status_code == 200
+    _refused(_completion(live, samebits_choice=65534, n=3), "samebits_choice")
+
+
+def test_the_receipts_header_is_read_strictly(live: Live) -> None:
+    for values, status in (
+        (["1"], 200),
+        (["0"], 200),
+        (["true"], 400),
+        ([""], 400),
+        (["1", "0"], 400),
+    ):
+        headers = [("X-Samebits-Receipt", value) for value in values]
+        for path, body in (
+            ("/v1/completions", {"prompt": "a", "max_tokens": 1}),
+            ("/v1/chat/completions", {"messages": [SAY], "max_tokens": 1}),
+        ):
+            answer = live.http.post(path, json=body, headers=headers)
+            assert answer.status_code == status, values
+            if status == 400:
+                assert answer.json()["error"]["param"] == "X-Samebits-Receipt"
+
+
+def test_a_tool_whose_schema_is_refused_is_named(live: Live) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"const": "refuse"}}}
+    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+        answer = _chat(live, tools=[tool], tool_choice=choice)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "tools"
 
 
 def test_a_misspelt_field_is_named(live: Live) -> None:

@@ -25,6 +25,18 @@ from tests.server.live import Live, serving, until
         ("max_bad_words", 1, {"bad_words": ["a"]}, {"bad_words": ["a", "b"]}),
         ("max_logprobs", 2, {"logprobs": 2}, {"logprobs": 3}),
         ("max_logprobs", 2, {"prompt_logprobs": 2}, {"prompt_logprobs": 3}),
+        (
+            "max_grammar_chars",
+            4,
+            {"structured_outputs": {"regex": "aaaa"}},
+            {"structured_outputs": {"regex": "aaaaa"}},
+        ),
+        (
+            "max_grammar_chars",
+            4,
+            {"response_format": {"type": "json_object"}},
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"a": 1}}}},
+        ),
         ("max_json_depth", 4, {"metadata": {"a": [1]}}, {"metadata": {"a": [[[1]]]}}),
     ],
 )

@@ -69,7 +69,8 @@ def asked(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[An
     options = (*OPTIONS, "--max-num-batched-tokens", str(CHUNK), "--model", str(path))
     options += ("--served-model-name", "random")
     if torch.cuda.is_available():
-        options += ("--gpu-memory-utilization", "0.2")
+        # A fixed cache: servers beside each other on one card don't count each other's memory.
+        options += ("--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(2 << 30))
     command = (sys.executable, "-m", "server", "serve")
     with serving(place / "log", *options, command=command, SAMEBITS_NUM_THREADS="1") as running:
         print(running.log[-3000:])

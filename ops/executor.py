@@ -22,8 +22,10 @@ class InProcessExecutor(UniProcExecutor):
     """vLLM's single-process executor, for the CPU: no warm-up of shapes that nothing specialises
     on.
 
-    A dummy batch at the start serves compilers and memory measuring. Here nothing is compiled, and
-    the KV cache has the size that the settings gave it; `check_ops` runs the model once anyway.
+    A dummy batch at the start serves compilers and memory measuring. With the promise nothing is
+    compiled, and the KV cache has the size that the settings gave it; `check_ops` runs the model
+    once anyway. Without the promise vLLM may compile, and does so at the start too: in the first
+    answer it would take longer than the front end waits for a step.
     """
 
     def _init_executor(self) -> None:
@@ -40,6 +42,8 @@ class InProcessExecutor(UniProcExecutor):
         size = self.vllm_config.cache_config.kv_cache_memory_bytes
         if size is None:
             raise ValueError("kv_cache_memory_bytes must be set for the in-process executor")
+        if not self.vllm_config.model_config.enforce_eager:
+            super().determine_available_memory()  # vLLM's CPU worker compiles in this call
         return [size]
 
     def initialize_from_config(self, kv_cache_configs: list[Any]) -> None:

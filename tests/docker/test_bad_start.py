@@ -11,11 +11,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from config.settings import Settings, load
-from server import machine, vllm_start
+from server import examination, machine, vllm_start
 from server.vllm_start import StartFault, check_gpu, check_machine, resolve_model
 
 ROOT = Path(__file__).parents[2]
@@ -126,16 +127,66 @@ def test_too_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     check_machine(Settings(kv_cache_memory_bytes=256 << 20), "cpu")
 
 
+@pytest.mark.parametrize(
+    ("limit", "used", "counters", "reclaimable", "none"),
+    [
+        ("memory.max", "memory.current", "memory.stat", "inactive_file", "max"),
+        (
+            "memory/memory.limit_in_bytes",
+            "memory/memory.usage_in_bytes",
+            "memory/memory.stat",
+            "total_inactive_file",
+            str(2**63 - 4096),
+        ),
+    ],
+    ids=["version 2", "version 1"],
+)
 def test_memory_limit_is_the_control_groups(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    limit: str,
+    used: str,
+    counters: str,
+    reclaimable: str,
+    none: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    limit = tmp_path / "memory.max"
-    monkeypatch.setattr(machine, "CGROUP_LIMIT", limit)
-    free = machine.memory_limit()
-    limit.write_text("max\n")
-    assert machine.memory_limit() == free
-    limit.write_text("1000000\n")
+    """Also where control groups are of version 1: there Docker's -m went unseen, and the kernel
+    killed the engine half-way.
+    """
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    free, physical = examination.free_memory(), machine.memory_limit()
+    assert machine.control_group() is None
+    (tmp_path / limit).parent.mkdir(exist_ok=True)
+    (tmp_path / used).write_text("900000\n")
+    (tmp_path / counters).write_text(f"anon 500000\n{reclaimable} 300000\n")
+    (tmp_path / limit).write_text(none + "\n")
+    assert machine.memory_limit() == physical
+    assert examination.free_memory() == pytest.approx(free, rel=0.5)
+    (tmp_path / limit).write_text("1000000\n")
     assert machine.memory_limit() == 1000000
+    assert examination.free_memory() == 400000, "what the kernel may take back counts as free"
+
+
+@pytest.mark.parametrize(
+    ("said", "fault"),
+    [("{'EngineCore': -9}", StartFault), ("{'EngineCore': 1}", RuntimeError)],
+)
+def test_an_engine_that_was_killed_while_it_loaded(
+    said: str, fault: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dies(_: object) -> None:
+        raise RuntimeError(f"Engine core initialization failed. Failed core proc(s): {said}")
+
+    llm = SimpleNamespace(AsyncLLM=SimpleNamespace(from_vllm_config=dies))
+    monkeypatch.setitem(sys.modules, "vllm.v1.engine.async_llm", llm)  # type: ignore[arg-type]
+    made = SimpleNamespace(create_engine_config=lambda: None)
+    monkeypatch.setattr(vllm_start, "engine_args", lambda _: made)
+    start = SimpleNamespace(settings=Settings(determinism="off"), device="npu")
+    with pytest.raises(fault) as caught:
+        vllm_start.build(start)  # type: ignore[arg-type]
+    assert type(caught.value) is fault
+    if fault is StartFault:
+        one_line(caught, "memory", "SAMEBITS_KV_CACHE_MEMORY_BYTES")
 
 
 # --- cuda

@@ -118,6 +118,7 @@ class Settings(BaseSettings):
     max_bad_words: int = Field(256, ge=0, description="bad_words entries")
     max_json_depth: int = Field(64, ge=4, description="nesting of the request body")
     max_grammar_chars: int = Field(65_536, ge=1, description="length of a schema or grammar")
+    max_grammar_s: float = Field(5.0, gt=0, description="processor time to compile one grammar")
     max_queue: int = Field(2048, ge=1, description="choices in the engine at once; above: 429")
     request_timeout_s: float = Field(600.0, gt=0, description="longest time for one request")
     drain_s: float = Field(30.0, ge=0, description="time for open requests after SIGTERM")

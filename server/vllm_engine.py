@@ -14,7 +14,7 @@ from server import engine_probe, fingerprint
 from server.engine import Health, ModelInfo, Output, Prompt, Sampling, ToolCall
 from server.errors import EngineDead, EngineFailed, InvalidRequest, ServerError
 from server.vllm_chat import Chat
-from server.vllm_grammar import Grammars
+from server.vllm_grammar import NOT_ALLOWED, Grammars
 from server.vllm_output import Translator, sampling_params
 from server.vllm_start import Start, StartFault, build, fingerprint_tree
 from server.vllm_text import TokenText
@@ -44,8 +44,11 @@ class VllmEngine:
         self._tokenizer = tokenizer
         self._text = TokenText(tokenizer)
         self._chat = Chat(start.settings, tokenizer)
-        self._grammars = Grammars(config, tokenizer)
+        self._grammars = Grammars(
+            tokenizer, config.model_config.get_vocab_size(), start.settings.max_grammar_s
+        )
         self._tree = tree
+        self._ends = [[i] for i in _eos(config, tokenizer)]
         self._short = fingerprint.short(self._tree)
         self._info = ModelInfo(
             name=start.name,
@@ -123,11 +126,16 @@ class VllmEngine:
             raise InvalidRequest(str(fault)) from fault
         queue = await self._add(prompt, params, request_id, priority)
         finished = False
+        said: list[int] = []
         try:
             while not finished:
                 found = queue.get_nowait() or await queue.get()
                 finished = found.finished
-                yield translator.output(found)
+                output = translator.output(found)
+                if sampling.structured:
+                    said += output.token_ids
+                    await self._check_end(sampling.structured, output, said)
+                yield output
         except Exception as fault:
             finished = finished or not self._alive()
             raise self._translated(fault) from fault
@@ -136,6 +144,25 @@ class VllmEngine:
             if not finished:
                 await self._abort(queue.request_id)
             queue.close()
+
+    async def _check_end(
+        self, structured: tuple[str, str], output: Output, said: list[int]
+    ) -> None:
+        """A structured answer that ended by itself must be a whole one: vLLM also ends it where
+        the grammar's parser reaches a limit. Raises `InvalidRequest`.
+        """
+        by_itself = output.finish_reason == "stop" and output.stop_reason is None
+        if not by_itself and output.finish_reason != "error":
+            return
+        ids = said[:-1] if by_itself and said[-1:] in self._ends else said
+        fault = await self._grammars.unfinished(*structured, ids)
+        if fault.endswith(NOT_ALLOWED) and not by_itself:
+            return  # other options of the request forbade what the grammar allows
+        if fault:
+            raise InvalidRequest(
+                f"structured_outputs: the answer broke off within its grammar: {fault}",
+                param="structured_outputs",
+            )
 
     async def _add(self, prompt: Prompt, params: Any, request_id: str, priority: int) -> Any:
         """Add a request so that leaving meanwhile loses nothing: vLLM would keep it for good."""
@@ -231,6 +258,7 @@ class VllmEngine:
 
     async def close(self) -> None:
         self._pinging.cancel()
+        await self._grammars.close()
         await asyncio.to_thread(self._llm.shutdown, 5.0)
 
 

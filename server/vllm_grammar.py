@@ -1,67 +1,143 @@
-"""Grammars of structured answers, tried before the engine sees them.
+"""Grammars of structured answers, tried before the engine sees them and checked after.
 
-vLLM only parses a grammar at the door. It compiles it in the engine, beside the steps, and a
-compiler that refuses there ends the engine. So the same compiler has its say here first.
+vLLM compiles a grammar in the engine, beside the steps: one that takes minutes holds up every other
+structured answer, and one that the compiler fails on ends the engine. And when llguidance reaches a
+limit of its own half-way, vLLM lets the answer end there, as if it were whole. So the same compiler
+has its say here first, and last, within limits.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import re
-from concurrent.futures import ThreadPoolExecutor
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from copy import copy
+from pathlib import Path
 from typing import Any
 
+from server.errors import EngineFailed
+
 MAX_KNOWN = 4096
-MAX_CHARS = 200  # of a compiler's words; they may quote the grammar
-_SOURCE = re.compile(r"\[[0-9:]+\] \S+:\d+: ")  # where in its own code a compiler stood
+MEMORY_BYTES = 1 << 30  # for one compiler, beside its tokenizer
+NOT_ALLOWED = "not allowed"  # the word of `server/grammar_judge.py`
+FAILED = "its compiler ran out of memory, or failed"
+_PROGRAM = Path(__file__).with_name("grammar_judge.py")
 
 
 class Grammars:
-    """Verdicts on grammars, by the backend that the engine uses; made at the first one."""
+    """Verdicts on grammars and on finished answers, by the backend that the engine uses.
 
-    def __init__(self, config: Any, tokenizer: Any) -> None:
-        self._config, self._tokenizer = config, tokenizer
-        self._backend: Any = None
+    Each of the two has a process of its own (`server/grammar_judge.py`), started at the first
+    question, so that new grammars don't hold up answers that are done.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, cpu_s: float) -> None:
+        self._tokenizer, self._vocab_size, self._cpu_s = tokenizer, vocab_size, cpu_s
         self._known: dict[bytes, str] = {}
-        self._pool = ThreadPoolExecutor(1, "grammar")  # one at a time, never on the event loop
+        self._starts = _Process(self._greeting, cpu_s)
+        self._ends = _Process(self._greeting, cpu_s)
 
     async def fault(self, kind: str, text: str) -> str:
         """Why the engine can't follow this grammar; "" when it can."""
-        if self._config.structured_outputs_config.backend != "xgrammar":
-            return ""  # determinism is off: vLLM chooses
         key = hashlib.sha256(f"{kind}\0{text}".encode("utf-8", "surrogatepass")).digest()
         found = self._known.get(key)
         if found is None:
-            loop = asyncio.get_running_loop()
-            found = await loop.run_in_executor(self._pool, self._judge, kind, text)
+            found = await self._starts.ask(kind, text, None)
+            if found == FAILED:  # perhaps by another's fault: asked again the next time
+                return found
             if len(self._known) >= MAX_KNOWN:
                 self._known.pop(next(iter(self._known)))
             self._known[key] = found
         return found
 
-    def _judge(self, kind: str, text: str) -> str:
-        from vllm.sampling_params import SamplingParams
-        from vllm.v1.structured_output import backend_xgrammar
-        from vllm.v1.structured_output.request import get_structured_output_key
+    async def unfinished(self, kind: str, text: str, token_ids: Sequence[int]) -> str:
+        """Why an answer of these tokens isn't a whole one; "" when it is."""
+        return await self._ends.ask(kind, text, list(token_ids))
 
-        from server.vllm_output import structured_params
+    async def close(self) -> None:
+        await self._starts.close()
+        await self._ends.close()
 
-        params = SamplingParams(structured_outputs=structured_params((kind, text)))
+    def _greeting(self) -> dict[str, Any] | None:
+        """The tokenizer, for a process that has none; None when llguidance can't read it."""
+        fast = getattr(self._tokenizer, "backend_tokenizer", None)
+        if fast is None:
+            return None
+        fast = copy(fast)
+        fast.no_padding()
+        fast.no_truncation()
+        return {
+            "tokenizer": fast.to_str(),
+            "n_vocab": max(self._vocab_size, len(self._tokenizer)),
+            "eos": self._tokenizer.eos_token_id,
+            "cpu_s": self._cpu_s,
+            "memory": MEMORY_BYTES,
+        }
+
+
+class _Process:
+    """One judge, replaced when a grammar was its end. One question at a time."""
+
+    def __init__(self, greeting: Any, cpu_s: float) -> None:
+        self._greeting, self._cpu_s = greeting, cpu_s
+        self._running: asyncio.subprocess.Process | None = None
+        self._turn = asyncio.Lock()
+        self._open: set[asyncio.Task[str]] = set()
+
+    async def ask(self, *question: Any) -> str:
+        """The verdict. Who stops waiting for it leaves the next answer to the next one."""
+        task = asyncio.ensure_future(self._ask(question))
+        self._open.add(task)
+        task.add_done_callback(self._open.discard)
+        return await asyncio.shield(task)
+
+    async def _ask(self, question: Any) -> str:
+        async with self._turn:
+            greeting = None
+            if self._running is None or self._running.returncode is not None:
+                greeting = await asyncio.to_thread(self._greeting)
+                if greeting is None:
+                    return "this model's tokenizer is not a fast one, which grammars need"
+                await self._start(greeting)
+            said = await self._exchange(question)
+            if said is not None:
+                return said
+            assert self._running is not None
+            ended = await self._running.wait()
+            if ended == -signal.SIGPROF:
+                return f"it takes more than {self._cpu_s:g} s to compile"
+            return FAILED
+
+    async def _start(self, greeting: dict[str, Any]) -> None:
+        self._running = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", str(_PROGRAM)),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for the server, which drains
+        )
+        if await self._exchange(greeting) is None:
+            raise EngineFailed("the process that compiles grammars does not start")
+
+    async def _exchange(self, sent: Any) -> str | None:
+        """One line there, one back; None when the process has ended."""
+        assert self._running is not None
+        stdin, stdout = self._running.stdin, self._running.stdout
+        assert stdin is not None and stdout is not None
         try:
-            backend_xgrammar.validate_xgrammar_grammar(params)
-            if self._backend is None:
-                vocabulary = self._config.model_config.get_vocab_size()
-                self._backend = backend_xgrammar.XgrammarBackend(
-                    self._config, tokenizer=self._tokenizer, vocab_size=vocabulary
-                )
-            grammar = self._backend.compile_grammar(
-                *get_structured_output_key(params.structured_outputs)
-            )
-            mask = self._backend.allocate_token_bitmask(1)
-            grammar.fill_bitmask(mask, 0)
-            self._backend.compiler.clear_cache()
-        except Exception as fault:  # compilers raise whatever they like
-            said = _SOURCE.sub("", " ".join(str(fault).split()))
-            return said[:MAX_CHARS] or type(fault).__name__
-        return "" if bool(mask.any()) else "no text can satisfy it"
+            stdin.write(json.dumps(sent).encode() + b"\n")
+            await stdin.drain()
+            line = await stdout.readline()
+        except ConnectionError:
+            return None
+        return str(json.loads(line)) if line.endswith(b"\n") else None
+
+    async def close(self) -> None:
+        for task in tuple(self._open):
+            task.cancel()
+        if self._running is not None and self._running.returncode is None:
+            self._running.kill()
+            await self._running.wait()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from config import determinism
-from config.determinism import Forced
+from config.determinism import GRAMMAR_BACKEND, Forced
 from config.device import package_version
 from config.settings import DEMO_MODEL, Settings, cache_dir
 from server import demo_model, fingerprint, machine, weights
@@ -189,6 +189,7 @@ def engine_args(start: Start) -> Any:
         if (value := getattr(settings, name)) is not None
     }
     options |= {"model": start.model, "served_model_name": [start.name], "seed": 0}
+    options["structured_outputs_config"] = {"backend": GRAMMAR_BACKEND}  # also when off
     options |= {"disable_log_stats": False, "enable_log_requests": False}
     if start.device == "cpu":
         options.setdefault("kv_cache_memory_bytes", CPU_KV_CACHE_BYTES)

@@ -191,8 +191,8 @@ def test_structured_answers(http: httpx.Client, stream: bool) -> None:
     [{"regex": "(["}, {"json": {"type": "nonsense"}}, {"grammar": "root := ?"}, {"regex": "(a"},
      # Parsed at vLLM's door, refused by the compiler in the engine, which ended it.
      {"json": {"type": "string", "minLength": -5}}, {"json": {"$ref": "#"}},
-     # Only another backend knows it; which one answers must not hang on who came first.
-     {"json": {"type": "integer", "multipleOf": 3}},
+     # XGrammar would leave these out, and answer as if they had not been asked for.
+     {"json": {"type": "array", "uniqueItems": True}}, {"json": {"not": {"type": "string"}}},
      # Nothing can be said at all.
      {"grammar": "root ::= root"}, {"regex": "[^\\s\\S]"}],
     ids=str,
@@ -204,6 +204,45 @@ def test_grammars_that_are_none(http: httpx.Client, wanted: Any) -> None:
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["param"] == "structured_outputs"
     assert complete(http, prompt="a", max_tokens=1)["choices"]
+
+
+MANY = {"type": "object", "properties": {f"p{i}": {"type": "null"} for i in range(1500)}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("wanted", [{"json": MANY}, {"regex": "([a-z]{0,100} )*" * 3000}], ids=list)
+def test_a_grammar_that_gives_up(http: httpx.Client, wanted: Any, stream: bool) -> None:
+    """llguidance takes both and reaches a limit of its own a token later. At the second one vLLM
+    then lets the answer end with "stop", as if it were whole.
+    """
+    body = {"prompt": "a", "max_tokens": 40, "seed": 1, "structured_outputs": wanted}
+    answer = http.post("/v1/completions", json={**body, "stream": stream})
+    if answer.status_code == 200:  # the error comes after the first tokens have left
+        assert stream
+        last = answer.text.removesuffix("data: [DONE]\n\n").strip().split("data: ")[-1]
+        error = json.loads(last)["error"]
+    else:
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+    assert error["param"] == "structured_outputs"
+    assert "broke off" in error["message"]
+
+
+def test_a_grammar_that_takes_for_ever(http: httpx.Client) -> None:
+    """It is given up after `max_grammar_s`; meanwhile other structured answers go on."""
+    complete(http, prompt="a", structured_outputs={"choice": ["known"]})
+    parts = [{"type": "string", "pattern": f"^.*a.{{{i}}}b"} for i in range(30)]
+    hostile = {"prompt": "a", "structured_outputs": {"json": {"allOf": parts}}}
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(http.post, "/v1/completions", json=hostile)
+        time.sleep(0.2)
+        for _ in range(3):
+            answer = complete(http, prompt="a", structured_outputs={"choice": ["known"]})
+            assert answer["choices"][0]["text"] == "known"
+        assert not waiting.done()
+        answer = waiting.result()
+    assert answer.status_code == 400
+    assert "more than 5 s" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

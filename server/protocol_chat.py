@@ -93,17 +93,14 @@ def read_messages(body: ChatRequest, *, strict: bool) -> list[dict[str, Any]]:
 
 def _message(given: dict[str, Any], where: str, strict: bool) -> dict[str, Any]:
     message = {key: value for key, value in given.items() if value is not None}
-    for key in message.keys() - _MESSAGE_KEYS:
-        empty = key in _ANSWER_KEYS and not message[key]
-        if strict and not empty:
-            at = f"{where}.{key[:100]}"
-            raise InvalidRequest(f"{at}: unknown or not supported", param=at)
+    if strict:
+        _known(message, _MESSAGE_KEYS, _ANSWER_KEYS, where)
     role = message.get("role")
     if role not in ROLES:
         at = f"{where}.role"
         raise InvalidRequest(f"{at}: should be one of {', '.join(ROLES)}", param=at)
     found: dict[str, Any] = {"role": "system" if role == "developer" else role}
-    found["content"] = _content(message.get("content"), f"{where}.content")
+    found["content"] = _content(message.get("content"), f"{where}.content", strict)
     if found["content"] is None and not (role == "assistant" and message.get("tool_calls")):
         at = f"{where}.content"
         raise InvalidRequest(f"{at}: is required", param=at, code="missing_required_parameter")
@@ -113,11 +110,11 @@ def _message(given: dict[str, Any], where: str, strict: bool) -> dict[str, Any]:
                 raise InvalidRequest(f"{where}.{key}: should be a text", param=f"{where}.{key}")
             found[key] = message[key]
     if message.get("tool_calls"):
-        found["tool_calls"] = _past_calls(message["tool_calls"], f"{where}.tool_calls")
+        found["tool_calls"] = _past_calls(message["tool_calls"], f"{where}.tool_calls", strict)
     return found
 
 
-def _content(content: Any, where: str) -> str | None:
+def _content(content: Any, where: str, strict: bool) -> str | None:
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
@@ -131,17 +128,37 @@ def _content(content: Any, where: str) -> str | None:
             raise InvalidRequest(
                 f"{at}: only parts of type text are served, with the key text", param=at
             )
+        if strict:
+            _known(part, {"type", "text"}, {"annotations"}, f"{where}[{index}]")
         texts.append(text)
     return "\n".join(texts)
 
 
-def _past_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+def _known(given: dict[str, Any], keys: set[str], empty: set[str], where: str) -> None:
+    """Raises `InvalidRequest` on a key that no template would see; those of `empty` may be there,
+    with nothing in them. `null` is absent.
+    """
+    for key in given.keys() - keys:
+        if given[key] is None or (key in empty and not given[key]):
+            continue
+        at = f"{where}.{key[:100]}"
+        raise InvalidRequest(f"{at}: unknown or not supported", param=at)
+
+
+def _past_calls(calls: Any, where: str, strict: bool) -> list[dict[str, Any]]:
     if not isinstance(calls, list):
         raise InvalidRequest(f"{where}: should be a list", param=where)
     found = []
     for index, call in enumerate(calls):
         at = f"{where}[{index}].function"
         function = call.get("function") if isinstance(call, dict) else None
+        if strict and isinstance(function, dict):
+            # `index` is where a call stood in a stream, which its place here says again
+            _known(call, {"id", "type", "function", "index"}, set(), f"{where}[{index}]")
+            _known(function, {"name", "arguments"}, set(), at)
+        if isinstance(function, dict) and call.get("type", "function") != "function":
+            kind = f"{where}[{index}].type"
+            raise InvalidRequest(f"{kind}: should be function", param=kind)
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise InvalidRequest(f"{at}: should have a name and arguments", param=at)
         arguments = function.get("arguments") or "{}"

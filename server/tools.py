@@ -18,6 +18,8 @@ from server.engine import Engine, ModelInfo, ToolCall
 from server.errors import InvalidRequest
 from server.protocol_chat import ChatRequest, read_tools
 
+_DATA = ("const", "enum", "default", "examples")  # in these a "$ref" is a text like any other
+
 
 @dataclass(frozen=True, slots=True)
 class ToolPlan:
@@ -35,8 +37,12 @@ class ToolPlan:
             return ("json", json.dumps(_parameters(tool)))
         if self.mode != "required":
             return None
-        items = [_call_schema(tool) for tool in self.tools]
-        schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": items}}
+        schema: dict[str, Any] = {
+            "$defs": {str(i): _moved(_parameters(t), i) for i, t in enumerate(self.tools)},
+            "type": "array",
+            "minItems": 1,
+            "items": {"anyOf": [_call_schema(t, i) for i, t in enumerate(self.tools)]},
+        }
         if not self.several:
             schema["maxItems"] = 1
         return ("json", json.dumps(schema))
@@ -85,12 +91,27 @@ def _parameters(tool: dict[str, Any]) -> dict[str, Any]:
     return tool["function"].get("parameters") or {"type": "object", "properties": {}}
 
 
-def _call_schema(tool: dict[str, Any]) -> dict[str, Any]:
+def _moved(schema: Any, number: int) -> Any:
+    """A function's schema as it must read under `#/$defs/{number}`: references to its own root
+    (`#`, `#/$defs/Item`) lead there. What has an `$id` is a root of its own.
+    """
+    if isinstance(schema, list):
+        return [_moved(part, number) for part in schema]
+    if not isinstance(schema, dict) or isinstance(schema.get("$id"), str):
+        return schema
+    moved = {key: value if key in _DATA else _moved(value, number) for key, value in schema.items()}
+    ref = schema.get("$ref")
+    if isinstance(ref, str) and (ref == "#" or ref.startswith("#/")):
+        moved["$ref"] = f"#/$defs/{number}{ref[1:]}"
+    return moved
+
+
+def _call_schema(tool: dict[str, Any], number: int) -> dict[str, Any]:
     return {
         "type": "object",
         "properties": {
             "name": {"type": "string", "enum": [tool["function"]["name"]]},
-            "parameters": _parameters(tool),
+            "parameters": {"$ref": f"#/$defs/{number}"},
         },
         "required": ["name", "parameters"],
         "additionalProperties": False,

@@ -17,6 +17,7 @@ import pytest
 import pytest_asyncio
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from server.tools import ToolPlan
 from server.vllm_grammar import FAILED, Grammars
 
 END = 256
@@ -189,5 +190,41 @@ ENDS = [
 
 @pytest.mark.parametrize(("wanted", "text", "fault"), ENDS, ids=lambda value: str(value)[:40])
 async def test_ends(grammars: Grammars, wanted: tuple[str, str], text: str, fault: str) -> None:
+    said = await grammars.unfinished(*wanted, TOY.ids(text))
+    assert fault in said if fault else said == ""
+
+
+NODE = {
+    "$defs": {"Item": {"type": "object", "properties": {"a": {"type": "integer"}},
+                       "required": ["a"], "additionalProperties": False}},
+    "type": "object",
+    "properties": {"x": {"$ref": "#/$defs/Item"}, "next": {"$ref": "#"},
+                   "note": {"const": {"$ref": "#/$defs/Item"}}},
+    "required": ["x"], "additionalProperties": False,
+}  # fmt: skip
+CALLS = [
+    ('[{"name": "g", "parameters": {"x": {"a": 1}, "next": {"x": {"a": 2}}}}]', ""),
+    ('[{"name": "g", "parameters": {"x": {"a": 1}, "note": {"$ref": "#/$defs/Item"}}}]', ""),
+    ('[{"name": "f", "parameters": {"q": 1}}, {"name": "g", "parameters": {"x": {"a": 1}}}]', ""),
+    ('[{"name": "g", "parameters": {"x": {"a": "text"}}}]', "not allowed"),
+    ('[{"name": "g", "parameters": {"x": {"a": 1}, "next": {}}}]', "not allowed"),
+    ('[{"name": "f", "parameters": {"x": {"a": 1}}}]', "not allowed"),
+]
+
+
+@pytest.mark.parametrize(("text", "fault"), CALLS)
+async def test_required_calls_know_their_own_references(
+    grammars: Grammars, text: str, fault: str
+) -> None:
+    """A function's schema refers to its own root, which is not that of the list of calls."""
+    other = {"type": "object", "properties": {"q": {"type": "integer"}},
+             "additionalProperties": False}  # fmt: skip
+    tools = tuple(
+        {"type": "function", "function": {"name": name, "parameters": parameters}}
+        for name, parameters in (("f", other), ("g", NODE))
+    )
+    wanted = ToolPlan("required", tools).structured()
+    assert wanted is not None
+    assert await grammars.fault(*wanted) == ""
     said = await grammars.unfinished(*wanted, TOY.ids(text))
     assert fault in said if fault else said == ""

@@ -100,15 +100,23 @@ SAY = {"role": "user", "content": "Hello"}
 CHAT: dict[str, tuple[list[Any], list[Any]]] = {
     "messages": (
         [[SAY], [{"role": "system", "content": "a"}, SAY], [{"role": "developer", "content": "a"}],
-         [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
+         [{"role": "user", "content": [{"type": "text", "text": "a", "annotations": []}]}],
          [SAY, {"role": "assistant", "content": None, "tool_calls": [
-             {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]},
+             {"id": "c", "index": 0, "type": "function",
+              "function": {"name": "f", "arguments": "{}"}}]},
           {"role": "tool", "tool_call_id": "c", "content": "5"}]],
         [[], "Hello", [5], [{}], [{"role": "user"}], [{"role": "king", "content": "a"}],
          [{"role": "user", "content": 5}], [{"role": "user", "content": []}],
          [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
          [{"role": "user", "content": "a", "colour": "red"}],
-         [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]],
+         [{"role": "user", "content": [{"type": "text", "text": "a", "colour": "red"}]}],
+         [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+         [{"role": "assistant", "tool_calls": [
+             {"type": "custom", "function": {"name": "f", "arguments": "{}"}}]}],
+         [{"role": "assistant", "tool_calls": [
+             {"function": {"name": "f", "arguments": "{}"}, "colour": 1}]}],
+         [{"role": "assistant", "tool_calls": [
+             {"function": {"name": "f", "arguments": "{}", "colour": 1}}]}]],
     ),
     "max_tokens": ([1, 200], [0, -1, 10**9, 1.0, True]),
     "max_completion_tokens": ([2], [0, -1, 10**9, 1.0, True, 7]),

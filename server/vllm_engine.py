@@ -14,7 +14,7 @@ from server import engine_probe, fingerprint
 from server.engine import Health, ModelInfo, Output, Prompt, Sampling, ToolCall
 from server.errors import EngineDead, EngineFailed, InvalidRequest, ServerError
 from server.vllm_chat import Chat
-from server.vllm_grammar import NOT_ALLOWED, Grammars
+from server.vllm_grammar import Grammars
 from server.vllm_output import Translator, sampling_params
 from server.vllm_start import Start, StartFault, build, fingerprint_tree
 from server.vllm_text import TokenText
@@ -40,21 +40,18 @@ class VllmEngine:
         self._llm = llm
         self._report = report
         config = llm.vllm_config
-        tokenizer = llm.get_tokenizer()
-        self._tokenizer = tokenizer
+        tokenizer = self._tokenizer = llm.get_tokenizer()
         self._text = TokenText(tokenizer)
         self._chat = Chat(start.settings, tokenizer)
-        self._grammars = Grammars(
-            tokenizer, config.model_config.get_vocab_size(), start.settings.max_grammar_s
-        )
+        vocab_size = config.model_config.get_vocab_size()
+        self._grammars = Grammars(tokenizer, vocab_size, start.settings.max_grammar_s)
         self._tree = tree
-        self._ends = [[i] for i in _eos(config, tokenizer)]
         self._short = fingerprint.short(self._tree)
         self._info = ModelInfo(
             name=start.name,
             aliases=(),
             max_model_len=config.model_config.max_model_len,
-            vocab_size=config.model_config.get_vocab_size(),
+            vocab_size=vocab_size,
             created=int(time.time()),
             max_logprobs=start.settings.max_logprobs,
             eos_token_ids=_eos(config, tokenizer),
@@ -132,9 +129,9 @@ class VllmEngine:
                 found = queue.get_nowait() or await queue.get()
                 finished = found.finished
                 output = translator.output(found)
+                said += output.token_ids
                 if sampling.structured:
-                    said += output.token_ids
-                    await self._check_end(sampling.structured, output, said)
+                    await self._grammars.check_end(sampling.structured, output, said)
                 yield output
         except Exception as fault:
             finished = finished or not self._alive()
@@ -144,25 +141,6 @@ class VllmEngine:
             if not finished:
                 await self._abort(queue.request_id)
             queue.close()
-
-    async def _check_end(
-        self, structured: tuple[str, str], output: Output, said: list[int]
-    ) -> None:
-        """A structured answer that ended by itself must be a whole one: vLLM also ends it where
-        the grammar's parser reaches a limit. Raises `InvalidRequest`.
-        """
-        by_itself = output.finish_reason == "stop" and output.stop_reason is None
-        if not by_itself and output.finish_reason != "error":
-            return
-        ids = said[:-1] if by_itself and said[-1:] in self._ends else said
-        fault = await self._grammars.unfinished(*structured, ids)
-        if fault.endswith(NOT_ALLOWED) and not by_itself:
-            return  # other options of the request forbade what the grammar allows
-        if fault:
-            raise InvalidRequest(
-                f"structured_outputs: the answer broke off within its grammar: {fault}",
-                param="structured_outputs",
-            )
 
     async def _add(self, prompt: Prompt, params: Any, request_id: str, priority: int) -> Any:
         """Add a request so that leaving meanwhile loses nothing: vLLM would keep it for good."""

@@ -18,7 +18,8 @@ from copy import copy
 from pathlib import Path
 from typing import Any
 
-from server.errors import EngineFailed
+from server.engine import Output
+from server.errors import EngineFailed, InvalidRequest
 
 MAX_KNOWN = 4096
 MEMORY_BYTES = 1 << 30  # for one compiler, beside its tokenizer
@@ -56,6 +57,23 @@ class Grammars:
     async def unfinished(self, kind: str, text: str, token_ids: Sequence[int]) -> str:
         """Why an answer of these tokens isn't a whole one; "" when it is."""
         return await self._ends.ask(kind, text, list(token_ids))
+
+    async def check_end(self, wanted: tuple[str, str], last: Output, said: list[int]) -> None:
+        """A structured answer that ended by itself must be a whole one: vLLM also ends it where
+        the grammar's parser reaches a limit. Raises `InvalidRequest`.
+        """
+        by_itself = last.finish_reason == "stop" and last.stop_reason is None
+        if not by_itself and last.finish_reason != "error":
+            return
+        ended = by_itself and said[-1:] == [self._tokenizer.eos_token_id]
+        fault = await self.unfinished(*wanted, said[:-1] if ended else said)
+        if fault.endswith(NOT_ALLOWED) and not by_itself:
+            return  # other options of the request forbade what the grammar allows
+        if fault:
+            raise InvalidRequest(
+                f"structured_outputs: the answer broke off within its grammar: {fault}",
+                param="structured_outputs",
+            )
 
     async def close(self) -> None:
         await self._starts.close()

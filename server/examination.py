@@ -31,6 +31,7 @@ PROVEN = frozenset(
     "LlamaForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM GPT2LMHeadModel "
     "OPTForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM".split()
 )
+DEMO_BYTES = 270 << 20
 PROCESS_BYTES = 3 << 30  # torch, vLLM and their workspaces, beside weights and KV cache
 KERNEL_PROBE = (
     "import json,importlib;print(json.dumps(importlib.import_module('ops.backends.cpu').kernels()))"
@@ -144,6 +145,7 @@ def model(settings: Settings) -> Iterator[Finding]:
         folder = demo_model.ready()
         if folder is None:
             yield _demo_to_be_made()
+            yield memory(None, settings)
             return
     else:
         folder = Path(named).expanduser()
@@ -177,11 +179,12 @@ def _kind_of_model(config: Mapping[str, Any], settings: Settings) -> Iterator[Fi
     yield Finding("architecture", UNKNOWN, f"{name}: no test of ours has proven it", remedy)
 
 
-def memory(folder: Path, settings: Settings) -> Finding:
-    """Room for the weights, the KV cache and the process, on the CPU."""
+def memory(folder: Path | None, settings: Settings) -> Finding:
+    """Room for the weights, the KV cache and the process, on the CPU. No folder: the demo model."""
     from server.weights import weight_files
 
-    weights = sum(path.stat().st_size for path in weight_files(folder))
+    files = weight_files(folder) if folder else []
+    weights = sum(path.stat().st_size for path in files) if folder else DEMO_BYTES
     needed = weights + (settings.kv_cache_memory_bytes or 1 << 30) + PROCESS_BYTES
     free = free_memory()
     words = f"{needed / 2**30:.1f} GiB needed, {free / 2**30:.1f} GiB free"

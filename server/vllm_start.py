@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -19,15 +18,11 @@ from config import determinism
 from config.determinism import GRAMMAR_BACKEND, Forced
 from config.device import package_version
 from config.settings import DEMO_MODEL, Settings, cache_dir
-from server import demo_model, fingerprint, machine, weights
+from server import demo_model, fingerprint, last_words, machine, weights
 
 _log = logging.getLogger("samebits")
 CPU_KV_CACHE_BYTES = 1 << 30
 SHARED_BYTES = 256 << 20  # Docker's default of 64 MiB is too little for vLLM's queues between ranks
-KILLED = (
-    "memory: the engine's process was killed (signal 9) while it loaded, as the kernel does when "
-    "memory runs out; give it more, or lower SAMEBITS_KV_CACHE_MEMORY_BYTES"
-)
 LEAST_BYTES = 1 << 30  # torch and vLLM alone; with less the kernel kills the process half-way
 
 LEAST_NVIDIA_DRIVER = 580  # the first series of CUDA 13, which torch 2.11.0 is built for
@@ -216,23 +211,16 @@ def build(start: Start) -> Any:
     try:
         config = engine_args(start).create_engine_config()
     except (ValueError, OSError, RuntimeError, KeyError) as fault:
-        raise StartFault(f"model {start.model}: {one_line(fault)}") from fault
+        raise StartFault(f"model {start.model}: {last_words.one_line(fault)}") from fault
     if start.device == "cpu" and start.settings.tensor_parallel_size == 1:
         determinism.export({"VLLM_WORKER_MULTIPROC_METHOD": "fork"})
-    try:
-        return AsyncLLM.from_vllm_config(config)
-    except RuntimeError as fault:
-        if re.search(r"Failed core proc.*: -9\b", str(fault)) is None:
-            raise
-        raise StartFault(KILLED) from fault
-
-
-def one_line(fault: BaseException) -> str:
-    """The gist of a library's error: pydantic's wrapping and line breaks taken away."""
-    errors = getattr(fault, "errors", None)
-    if callable(errors) and (found := errors()):
-        return " ".join(str(found[0].get("msg", fault)).split())
-    return " ".join(str(fault).split())[:500] or type(fault).__name__
+    with last_words.heard() as words:
+        try:
+            return AsyncLLM.from_vllm_config(config)
+        except RuntimeError as fault:
+            if not (cause := words.cause(fault)):
+                raise
+            raise StartFault(cause) from fault
 
 
 def local_files(start: Start, config: Any) -> Path:

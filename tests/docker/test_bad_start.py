@@ -4,6 +4,7 @@ docs/deploy.md, row by row, without torch and without root's blindness to modes.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import subprocess
@@ -167,26 +168,57 @@ def test_memory_limit_is_the_control_groups(
     assert examination.free_memory() == 400000, "what the kernel may take back counts as free"
 
 
-@pytest.mark.parametrize(
-    ("said", "fault"),
-    [("{'EngineCore': -9}", StartFault), ("{'EngineCore': 1}", RuntimeError)],
-)
-def test_an_engine_that_was_killed_while_it_loaded(
-    said: str, fault: type[Exception], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def failed_start(monkeypatch: pytest.MonkeyPatch, said: str, logged: str | None) -> Exception:
+    """What `build` raises when the engine's process, a fork of this one, logs an exception and
+    ends, and vLLM raises what it raises then.
+    """
+
     def dies(_: object) -> None:
-        raise RuntimeError(f"Engine core initialization failed. Failed core proc(s): {said}")
+        child = os.fork()
+        if not child:
+            try:
+                raise ValueError(logged or "")
+            except ValueError:
+                if logged:
+                    logging.getLogger("vllm.v1.engine.core").exception("EngineCore failed to start")
+            os._exit(1)
+        os.waitpid(child, 0)
+        raise RuntimeError(said)
 
     llm = SimpleNamespace(AsyncLLM=SimpleNamespace(from_vllm_config=dies))
     monkeypatch.setitem(sys.modules, "vllm.v1.engine.async_llm", llm)  # type: ignore[arg-type]
     made = SimpleNamespace(create_engine_config=lambda: None)
     monkeypatch.setattr(vllm_start, "engine_args", lambda _: made)
     start = SimpleNamespace(settings=Settings(determinism="off"), device="npu")
-    with pytest.raises(fault) as caught:
+    handlers = list(logging.getLogger("vllm").handlers)
+    with pytest.raises(RuntimeError) as caught:
         vllm_start.build(start)  # type: ignore[arg-type]
-    assert type(caught.value) is fault
-    if fault is StartFault:
-        one_line(caught, "memory", "SAMEBITS_KV_CACHE_MEMORY_BYTES")
+    assert logging.getLogger("vllm").handlers == handlers
+    return caught.value
+
+
+FAILED = "Engine core initialization failed. See root cause above. Failed core proc(s): "
+
+
+def test_an_engine_that_was_killed_while_it_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    fault = failed_start(monkeypatch, FAILED + "{'EngineCore': -9}", None)
+    assert isinstance(fault, StartFault) and "\n" not in str(fault)
+    assert "memory" in str(fault) and "SAMEBITS_KV_CACHE_MEMORY_BYTES" in str(fault)
+
+
+def test_the_cause_is_brought_from_the_engines_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own words are "see root cause above", below a long traceback."""
+    cause = "0.18 GiB KV cache is needed.\nTry decreasing max_model_len"
+    fault = failed_start(monkeypatch, FAILED + "{}", cause)
+    assert type(fault) is StartFault and str(fault) == cause.replace("\n", " ")
+
+
+@pytest.mark.parametrize(("said", "logged"), [(FAILED + "{}", None), ("other", "a warning's")])
+def test_an_error_of_which_nothing_is_known_stays_itself(
+    said: str, logged: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault = failed_start(monkeypatch, said, logged)
+    assert type(fault) is RuntimeError and str(fault) == said
 
 
 # --- cuda

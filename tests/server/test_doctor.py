@@ -14,7 +14,7 @@ import pytest
 
 from config.device import Device
 from config.settings import Settings
-from server import doctor, examination
+from server import demo_model, doctor, examination
 from server.examination import BAD, OK, SLOW, UNKNOWN
 
 
@@ -153,6 +153,13 @@ def test_models(healthy, capsys):
 def test_memory(healthy, capsys, monkeypatch):
     monkeypatch.setattr(examination, "free_memory", lambda: 1 << 30)
     bad(capsys, "memory", "4.0 GiB needed, 1.0 GiB free")
+
+
+def test_memory_for_a_demo_model_that_is_still_to_be_made(healthy, capsys, monkeypatch):
+    monkeypatch.delenv("SAMEBITS_MODEL")
+    monkeypatch.setattr(demo_model, "ready", lambda: None)
+    monkeypatch.setattr(examination, "free_memory", lambda: 1 << 30)
+    bad(capsys, "memory", "4.3 GiB needed, 1.0 GiB free")
 
 
 def test_memory_of_this_machine():

@@ -31,11 +31,19 @@ NEUTRAL: Mapping[str, Any] = {
     "skip_special_tokens": True,
     "spaces_between_special_tokens": True,
 }
+# What a server of ours adds to them. An option that stands in neither is of a later version.
+ASKED = {"max_tokens", "temperature", "seed", "choice", "position_offset", "logit_bias"}
+ASKED |= {"structured", *NEUTRAL}
 BUSY = frozenset({408, 429, 500, 502, 503, 504})
+FAILURES = 3  # HTTP 500 so often in a row is an answer, not a pause
 
 
 class Unreachable(Exception):
     """The server did not answer within the patience given. The message says what was seen last."""
+
+
+class CantAsk(Exception):
+    """The record's digests hold, but it is no request that this version can ask."""
 
 
 class Refused(Exception):
@@ -90,7 +98,8 @@ class Asker:
     async def meet(self) -> Server:
         """Learn who answers. Raises `Unreachable` or `Refused`."""
         models = await self._call("GET", "/v1/models")
-        entries = models.get("data") or []
+        entries = models.get("data")
+        entries = entries if isinstance(entries, list) else []
         self.server.models = tuple(str(e.get("id")) for e in entries if isinstance(e, dict))
         try:
             version = await self._call("GET", "/version")
@@ -104,9 +113,13 @@ class Asker:
         return self.server
 
     async def ask(self, record: Mapping[str, Any], model: str) -> Reply:
-        """The recorded request once more. Raises `Unreachable` or `Refused`."""
-        choice = int(record["receipt"]["choice"])
-        body = self.body(record, model)
+        """The recorded request once more. Raises `CantAsk`, `Unreachable` or `Refused`."""
+        choice: int = record["receipt"]["choice"]
+        try:
+            body = self.body(record, model)
+            json.dumps(body, allow_nan=False)
+        except (KeyError, TypeError, ValueError, RecursionError) as fault:
+            raise CantAsk(f"no request to ask again ({type(fault).__name__}: {fault})") from None
         try:
             answer = await self._call("POST", "/v1/completions", body)
         except Refused:
@@ -117,13 +130,18 @@ class Asker:
             self.server.returns_ids = False
             answer = await self._call("POST", "/v1/completions", body)
         try:
-            return read_reply(answer, 0 if self.server.is_samebits else choice)
+            reply = read_reply(answer, 0 if self.server.is_samebits else choice)
         except ValueError as fault:
             raise Refused(str(fault)) from None
+        if reply.request_sha256 not in (None, record["receipt"]["request_sha256"]):
+            raise Refused("the server's receipt is of another request than the recorded one")
+        return reply
 
     def body(self, record: Mapping[str, Any], model: str) -> dict[str, Any]:
         """The body of `/v1/completions` that means the recorded request."""
         options = record["request"]["options"]
+        if unknown := sorted(set(options) - ASKED):
+            raise CantAsk(f"the option {unknown[0]!r} is not known to this version")
         body: dict[str, Any] = {
             "model": model,
             "prompt": record["request"]["prompt_token_ids"],
@@ -148,17 +166,22 @@ class Asker:
             body["n"] = choice + 1
         if self.server.returns_ids:
             body["return_token_ids"] = True
+        if self.server.is_samebits:
+            body["samebits_receipt"] = True  # it says which request it understood
         return body
 
     async def _call(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
         """One call, tried again while the server is busy or away, up to the patience given."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._patience_s
-        pause_s = 0.2
+        pause_s, failures = 0.2, 0
         while True:
             last, retry_after_s = await self._once(method, path, body)
             if isinstance(last, dict):
                 return last
+            failures = failures + 1 if last.startswith("HTTP 500") else 0
+            if failures == FAILURES:
+                raise Refused(f"{last}, {failures} times")
             if loop.time() + pause_s > deadline:
                 raise Unreachable(f"{self.server.root}: {last}")
             await asyncio.sleep(max(pause_s, min(retry_after_s, 10.0)))
@@ -170,13 +193,16 @@ class Asker:
             response = await self._http.request(method, self.server.root + path, json=body)
         except httpx.TransportError as fault:
             return (f"{type(fault).__name__}: {fault}".rstrip(": "), 0.0)
-        if response.status_code in BUSY:
-            wait = response.headers.get("retry-after", "0")
-            return (f"HTTP {response.status_code}", float(wait) if wait.isdigit() else 0.0)
+        except (httpx.RequestError, httpx.InvalidURL, UnicodeError) as fault:
+            raise Refused(f"{type(fault).__name__}: {fault}") from None
         try:
             answer = response.json()
-        except ValueError:
+        except (ValueError, RecursionError):
             answer = None
+        if response.status_code in BUSY:
+            wait = response.headers.get("retry-after", "0")
+            said = f"HTTP {response.status_code}: {_message(answer)}"
+            return (said, float(wait) if wait.isascii() and wait.isdigit() else 0.0)
         if response.status_code != 200:
             raise Refused(f"HTTP {response.status_code}: {_message(answer)}")
         if not isinstance(answer, dict):

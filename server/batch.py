@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from server.engine import Engine
 
 DONE, FAILED, CANNOT, STOPPED = 0, 1, 2, 3
-GONE = frozenset({502, 503, 504})  # the engine is going down: no answer to this line
+GONE = frozenset({502, 503})  # the engine is going down: no answer to this line
+NO_LIMIT_S = 1e9
 
 
 class EngineGone(Exception):
@@ -107,7 +108,11 @@ class Batch:
         from server.app import create_app
 
         # Nobody comes in from outside: no keys. What a client may not do, a line may not either.
-        settings = settings.model_copy(update={"api_keys": None, "api_keys_file": None})
+        # Nor does anybody wait: a line may take its time, unless a limit was set for it.
+        free: dict[str, Any] = {"api_keys": None, "api_keys_file": None}
+        if "request_timeout_s" not in settings.model_fields_set:
+            free["request_timeout_s"] = NO_LIMIT_S
+        settings = settings.model_copy(update=free)
         app = create_app(settings, open_engine)
         async with app.router.lifespan_context(app):
             engine = await _engine(app.state.service)
@@ -156,17 +161,14 @@ class Batch:
         bar: TaskID,
     ) -> None:
         for task in tasks:  # one iterator for all workers: each takes the next
-            if task.fault is not None:
-                output.add(task.custom_id, None, task.fault)
-            else:
-                output.add(task.custom_id, await _answer(client, task), None)
+            output.add(task, await _answer(client, task) if task.fault is None else None)
             text = f"batch, {output.failed} failed" if output.failed else "batch"
             progress.update(bar, advance=task.num_bytes, description=text)
 
     def _tasks(self, output: Output, progress: Progress, bar: TaskID) -> Iterator[Task]:
         """What is left to do. A custom_id that comes twice in the input is answered once."""
         for task in read_tasks(self._source, self._defaults):
-            if output.take(task.custom_id):
+            if output.take(task):
                 yield task
                 continue
             progress.update(bar, advance=task.num_bytes)

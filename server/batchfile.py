@@ -1,6 +1,9 @@
 """Batch files: requests in (OpenAI's format, or plain prompts), answers out, a line each;
 resumable by what is there.
 
+A line of a file of requests that has no custom_id is told by its number, in error.line, and its
+custom_id is null: a name made for it might be another line's.
+
 In:   {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {…}}, or a prompt a
 line (as it stands,
       or as a JSON string where it has line breaks).
@@ -31,12 +34,15 @@ class BadFile(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One line to answer. `fault` says why it can't be asked; then there is no body."""
+    """One line to answer. `fault` says why it can't be asked; then there is no body. `custom_id`
+    None: the line has none, and goes by its number.
+    """
 
-    custom_id: str
+    custom_id: str | None
     url: str
     body: Mapping[str, Any]
     num_bytes: int
+    line: int = 0
     fault: str | None = None
 
 
@@ -56,25 +62,26 @@ def read_tasks(path: Path, defaults: Mapping[str, Any]) -> Iterator[Task]:
             if plain is None:
                 plain = not raw.lstrip().startswith(b"{")
             read = _plain if plain else _request
-            yield read(raw, f"line-{number}", defaults)
+            yield read(raw, number, defaults)
 
 
-def _plain(raw: bytes, name: str, defaults: Mapping[str, Any]) -> Task:
+def _plain(raw: bytes, line: int, defaults: Mapping[str, Any]) -> Task:
+    name = f"line-{line}"
     try:
         text: Any = raw.decode("utf-8").rstrip("\r\n")
     except UnicodeDecodeError:
-        return Task(name, URLS[0], {}, len(raw), "the line is not UTF-8")
+        return Task(name, URLS[0], {}, len(raw), line, "the line is not UTF-8")
     if text.startswith('"'):
         try:
             text = json.loads(text)
         except ValueError:
             pass  # a prompt that begins with a quotation mark
-    return Task(name, URLS[0], {**defaults, "prompt": text}, len(raw))
+    return Task(name, URLS[0], {**defaults, "prompt": text}, len(raw), line)
 
 
-def _request(raw: bytes, name: str, defaults: Mapping[str, Any]) -> Task:
-    def bad(fault: str, custom_id: str = name) -> Task:
-        return Task(custom_id, "", {}, len(raw), fault)
+def _request(raw: bytes, number: int, defaults: Mapping[str, Any]) -> Task:
+    def bad(fault: str, custom_id: str | None = None) -> Task:
+        return Task(custom_id, "", {}, len(raw), number, fault)
 
     try:
         line = json.loads(raw, object_pairs_hook=_pairs)
@@ -96,7 +103,7 @@ def _request(raw: bytes, name: str, defaults: Mapping[str, Any]) -> Task:
         return bad("body is required: an object", custom_id)
     if body.get("stream"):
         return bad("body.stream: an answer in a file is not streamed", custom_id)
-    return Task(custom_id, line["url"], {**defaults, **body}, len(raw))
+    return Task(custom_id, line["url"], {**defaults, **body}, len(raw), number)
 
 
 class _Twice(Exception):
@@ -137,20 +144,22 @@ class Output:
         os.ftruncate(self._file, end)
         self.resumed = len(self._done)
 
-    def take(self, custom_id: str) -> bool:
+    def take(self, task: Task) -> bool:
         """Mark as done. False: it was done before, in this run or in an earlier one."""
-        key = _key(custom_id)
+        key = _key(task.custom_id, task.line)
         if key in self._done:
             return False
         self._done.add(key)
         return True
 
-    def add(self, custom_id: str, response: Mapping[str, Any] | None, fault: str | None) -> None:
-        """One answer, in one write."""
-        error = None if fault is None else {"code": "invalid_line", "message": fault}
+    def add(self, task: Task, response: Mapping[str, Any] | None) -> None:
+        """One answer, in one write; the task's fault where there is none."""
+        error: dict[str, Any] | None = None
+        if task.fault is not None:
+            error = {"code": "invalid_line", "message": task.fault, "line": task.line}
         line = {
             "id": f"batch_req_{secrets.token_hex(12)}",
-            "custom_id": custom_id,
+            "custom_id": task.custom_id,
             "response": response,
             "error": error,
         }
@@ -184,7 +193,8 @@ class Output:
                     line = json.loads(raw) if raw.endswith(b"\n") else None
                 except ValueError:
                     line = None
-                if not isinstance(line, dict) or not isinstance(line.get("custom_id"), str):
+                key = _key_of(line) if isinstance(line, dict) else None
+                if not isinstance(line, dict) or key is None:
                     if not raw.endswith(b"\n"):
                         return end
                     raise BadFile(f"{path}: is no output of a batch; choose another name")
@@ -195,10 +205,22 @@ class Output:
                         f"{path}: holds answers of fingerprint {found}, this start has "
                         f"{fingerprint}; choose another file, or --mix to go on all the same"
                     )
-                self._done.add(_key(line["custom_id"]))
+                self._done.add(key)
                 self._count(line)
         return end
 
 
-def _key(custom_id: str) -> bytes:
+def _key(custom_id: str | None, line: int) -> bytes:
+    """What tells one line from another: its custom_id, or its number, which no custom_id can be."""
+    if custom_id is None:
+        return hashlib.blake2b(b"%d" % line, digest_size=16, salt=b"line").digest()
     return hashlib.blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def _key_of(line: Mapping[str, Any]) -> bytes | None:
+    """The key of a line of output; None where it is none of ours."""
+    custom_id, error = line.get("custom_id"), line.get("error")
+    if isinstance(custom_id, str):
+        return _key(custom_id, 0)
+    number = error.get("line") if isinstance(error, dict) else None
+    return _key(None, number) if custom_id is None and isinstance(number, int) else None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 
@@ -18,6 +20,7 @@ class Reply:
     text: str | None
     finish_reason: str | None
     fingerprint: str | None
+    request_sha256: str | None = None  # of a server of ours: what it understood
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +42,43 @@ def read_reply(body: Mapping[str, Any], index: int) -> Reply:
     if not found:
         raise ValueError(f"the answer has no choice {index}")
     choice = found[0]
-    logprobs = choice.get("logprobs") or {}
+    logprobs = _typed(choice, "logprobs", dict) or {}
+    ours = body.get("samebits")
+    receipts = ours.get("receipts") if isinstance(ours, dict) else None
+    receipt = receipts[0] if isinstance(receipts, list) and receipts else None
     return Reply(
-        token_ids=choice.get("token_ids"),
-        logprobs=logprobs.get("token_logprobs"),
-        tokens=logprobs.get("tokens"),
-        text=choice.get("text"),
-        finish_reason=choice.get("finish_reason"),
-        fingerprint=body.get("system_fingerprint"),
+        token_ids=_listed(choice, "token_ids", int),
+        logprobs=_floats(_listed(logprobs, "token_logprobs", (int, float, NoneType))),
+        tokens=_listed(logprobs, "tokens", str),
+        text=_typed(choice, "text", str),
+        finish_reason=_typed(choice, "finish_reason", str),
+        fingerprint=_typed(body, "system_fingerprint", str),
+        request_sha256=receipt.get("request_sha256") if isinstance(receipt, dict) else None,
     )
+
+
+def _typed(holder: Mapping[str, Any], key: str, kind: type) -> Any:
+    value = holder.get(key)
+    if value is not None and not isinstance(value, kind):
+        raise ValueError(f"the answer's {key} is no {kind.__name__}")
+    return value
+
+
+def _listed(holder: Mapping[str, Any], key: str, kinds: type | tuple[type, ...]) -> Any:
+    values = _typed(holder, key, list)
+    if values and not all(isinstance(v, kinds) and not isinstance(v, bool) for v in values):
+        raise ValueError(f"the answer's {key} has an entry of another type")
+    return values
+
+
+def _floats(values: list[float | None] | None) -> list[float | None] | None:
+    try:
+        found = values and [None if value is None else float(value) for value in values]
+    except OverflowError:
+        found = [math.inf]
+    if found and not all(value is None or math.isfinite(value) for value in found):
+        raise ValueError("the answer's token_logprobs has a number that is not finite")
+    return found
 
 
 def compare(answer: Mapping[str, Any], reply: Reply) -> Verdict:
@@ -77,6 +108,17 @@ def compare(answer: Mapping[str, Any], reply: Reply) -> Verdict:
                 "returned": reply.finish_reason,
             }
     return Verdict(tuple(compared), first)
+
+
+def held(record: Mapping[str, Any]) -> list[str]:
+    """What of a line was verified, without asking anybody."""
+    full = record.get("request") is not None and record.get("answer") is not None
+    parts = {
+        "content": full,
+        "line": "line_sha256" in record,
+        "signature": "signature" in record["receipt"],
+    }
+    return [name for name, there in parts.items() if there]
 
 
 def in_words(difference: Mapping[str, Any]) -> str:

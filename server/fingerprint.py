@@ -42,6 +42,7 @@ def model_part(
     tokenizer_folder: Path | None = None,
     chat_template: str | None = None,
     trust_remote_code: bool = False,
+    load_format: str = "auto",
     cache_path: Path | None = None,
     progress: weights.Progress | None = None,
 ) -> dict[str, Any]:
@@ -49,16 +50,20 @@ def model_part(
 
     `folder` is a Hugging Face folder or a single weights file. `chat_template` is the text in
     force where it is not the tokenizer's own. Raises `OSError`, and `RuntimeError` when a file
-    changes meanwhile.
+    changes meanwhile or the tokenizer has none.
     """
     single = folder.is_file()
     home = folder.parent if single else folder
     words = tokenizer_folder or home
-    files = [folder] if single else weights.weight_files(home)
+    files = [folder] if single else weights.weight_files(home, load_format)
+    spelling = weights.tokenizer_files(words)
+    if not spelling and not single:  # a GGUF file holds its own
+        raise RuntimeError(f"{words}: no file of a tokenizer, so nothing to tell it by")
     part: dict[str, Any] = {
         "weights": weights.digests(files, cache_path, progress),
         "config": config_digest(home / "config.json"),
-        "tokenizer": {p.name: _tokenizer_digest(p) for p in weights.tokenizer_files(words)},
+        "tokenizer": {p.name: _tokenizer_digest(p) for p in spelling},
+        "end_tokens": end_tokens(home),
         "chat_template": sha256_of_text(chat_template or _own_template(words)),
     }
     if trust_remote_code:
@@ -142,6 +147,15 @@ def config_digest(path: Path) -> str | None:
     return sha256_of({key: value for key, value in config.items() if key not in CONFIG_NOISE})
 
 
+def end_tokens(folder: Path) -> list[int]:
+    """The ids that generation_config.json ends an answer with, whatever else of it is left out."""
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return []  # config.json's, which are in its digest
+    found = json.loads(path.read_bytes()).get("eos_token_id")
+    return sorted(found) if isinstance(found, list) else [found] if found is not None else []
+
+
 @dataclass(frozen=True)
 class Difference:
     """One leaf where two trees differ. `words` is a sentence; a side that lacks the leaf holds
@@ -158,6 +172,7 @@ WORDS = {
     "model.weights": "the weights differ ({leaf})",
     "model.config": "the model's config.json differs",
     "model.tokenizer": "the tokenizer differs ({leaf})",
+    "model.end_tokens": "the tokens that end an answer differ",
     "model.chat_template": "the chat template differs",
     "model.code": "the model's own code differs ({leaf})",
     "engine": "the engine option {leaf} differs",

@@ -155,6 +155,7 @@ class Minter:
             request = {"prompt_token_ids": prompt.token_ids, "options": options}
             record["request"] = {**request, "prompt": prompt.text}
             record["answer"] = answer.record()
+        record["line_sha256"] = receipts.line_digest(record)
         assert self.log is not None
         try:
             # A buffered write takes microseconds and stays on the loop, where lines can't mix; a

@@ -44,6 +44,7 @@ class ReceiptLog:
         self._header = _line({"schema": SCHEMA, **header})
         self._max_bytes = max_bytes
         self.syncs = fsync
+        self._stuck = False  # rotation failed and was said to
         self._file = -1
         self._turn = threading.Lock()
         self._open()
@@ -87,11 +88,7 @@ class ReceiptLog:
         self._file = os.open(self.path, flags, 0o640)
         fcntl.flock(self._file, fcntl.LOCK_EX)
         try:
-            size = os.fstat(self._file).st_size
-            torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
-            if torn:
-                _log.warning("%s ends within a line (a crash?): closed it", self.path)
-            self._write((b"\n" if torn else b"") + self._header)
+            self._write(self._ending() + self._header)
         except OSError:
             self.close()  # unlocks too; the next append opens anew, so no file starts headless
             raise
@@ -111,24 +108,41 @@ class ReceiptLog:
         except FileNotFoundError:
             moved = True
         if not moved and stat.st_size >= max(self._max_bytes, 2 * len(self._header)):
-            self._rotate()
-            moved = True
+            moved = self._rotated()
         if moved:
             self._open()
 
+    def _rotated(self) -> bool:
+        """Rotate, unless another process has done so meanwhile; False where it can't be done: a
+        log that grows on loses nothing.
+        """
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            mine, there = os.fstat(self._file), self.path.stat()
+            if (there.st_ino, there.st_dev) == (mine.st_ino, mine.st_dev):
+                self._rotate()
+        except FileNotFoundError:
+            pass
+        except OSError as fault:
+            if not self._stuck:
+                self._stuck = True
+                _log.warning("%s can't be rotated (%s); it grows on", self.path, fault.strerror)
+            return False
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+        return True
+
     def _rotate(self) -> None:
-        """Rename to the first free `name-YYYYmmddTHHMMSS[-n].jsonl`. A link never overwrites an
-        older log.
+        """Rename to the first free `name-YYYYmmddTHHMMSS[-n].jsonl`. The lock is held and the
+        path is ours, so that no other process takes the same name meanwhile.
         """
         stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
         for attempt in range(1000):
             tail = f"-{attempt}" if attempt else ""
             target = self.path.with_name(f"{self.path.stem}-{stamp}{tail}{self.path.suffix}")
-            try:
-                os.link(self.path, target)
-            except FileExistsError:
+            if os.path.lexists(target):
                 continue
-            os.unlink(self.path)
+            os.rename(self.path, target)
             _log.info("%s rotated to %s", self.path.name, target.name)
             return
         raise OSError(f"{self.path.name}: no free name to rotate to")
@@ -136,9 +150,19 @@ class ReceiptLog:
     def _lock_and_write(self, line: bytes) -> None:
         fcntl.flock(self._file, fcntl.LOCK_EX)
         try:
-            self._write(line)
+            self._write(self._ending() + line)
         finally:
             fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def _ending(self) -> bytes:
+        """A line feed where the file ends within a line: whoever wrote there was killed. The lock
+        is held.
+        """
+        size = os.fstat(self._file).st_size
+        if not size or os.pread(self._file, 1, size - 1) == b"\n":
+            return b""
+        _log.warning("%s ends within a line (a crash?): closed it", self.path)
+        return b"\n"
 
     def _write(self, line: bytes) -> None:
         """All of it in one write, or cut back and raise. The lock is held."""

@@ -9,6 +9,7 @@ the last bit, text). It is one per choice.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -53,8 +54,21 @@ OPTIONS = (
 FLOATS = frozenset(
     "temperature top_p min_p presence_penalty frequency_penalty repetition_penalty".split()
 )
+TYPES: Mapping[str, type] = {
+    "fingerprint": str,
+    "model": str,
+    "choice": int,
+    "num_tokens": int,
+    "seed": int,
+}
+# Members of a log line and of its parts. Another one would be content that nothing vouches for.
+MEMBERS = frozenset({"receipt", "request", "answer", "line_sha256"})
+REQUEST = frozenset({"prompt_token_ids", "options", "prompt"})
+ANSWER = frozenset({"token_ids", "logprobs", "text", "finish_reason", "stop_reason"})
 DIGESTS = ("request_sha256", "token_ids_sha256", "logprobs_sha256", "text_sha256")
 REQUIRED = ("schema", "fingerprint", "model", "choice", *DIGESTS, "num_tokens", "finish_reason")
+
+_HEX = re.compile("[0-9a-f]{64}")
 
 
 class BadReceipt(ValueError):
@@ -116,9 +130,30 @@ def check_shape(receipt: Any) -> dict[str, Any]:
         value = receipt[key]
         if value is None and key == "logprobs_sha256":
             continue
-        if not (isinstance(value, str) and len(value) == 64):
+        if not (isinstance(value, str) and _HEX.fullmatch(value)):
             raise BadReceipt(f"{key} is no SHA-256: the receipt was cut or edited")
+    for key, kind in TYPES.items():
+        if key in receipt and type(receipt[key]) is not kind:
+            raise BadReceipt(f"{key} should be {kind.__name__}: the receipt was edited")
+    whole = receipt.get("fingerprint_sha256")
+    if whole is not None and receipt["fingerprint"] != f"sb1-{whole}"[:20]:
+        raise BadReceipt("fingerprint is not the head of fingerprint_sha256: one was edited")
     return receipt
+
+
+def line_digest(record: Mapping[str, Any]) -> str:
+    """SHA-256 over what a log line holds beside the digested content: the receipt itself, and the
+    prompt's text, finish_reason and stop_reason.
+    """
+    request, answer = record.get("request") or {}, record.get("answer") or {}
+    return sha256_of(
+        {
+            "receipt": record["receipt"],
+            "prompt": request.get("prompt"),
+            "finish_reason": answer.get("finish_reason"),
+            "stop_reason": answer.get("stop_reason"),
+        }
+    )
 
 
 def check_record(record: Mapping[str, Any]) -> None:
@@ -126,20 +161,44 @@ def check_record(record: Mapping[str, Any]) -> None:
     what was edited.
     """
     receipt = check_shape(record.get("receipt"))
-    request, answer = record.get("request"), record.get("answer")
+    _no_others("a line", record, MEMBERS)
     try:
-        if request is not None:
-            found = request_digest(request["prompt_token_ids"], request["options"])
-            _same("request_sha256", receipt, found)
-        if answer is not None:
-            digests = answer_digests(answer["token_ids"], answer["logprobs"], answer["text"])
-            for key, value in digests.items():
-                _same(key, receipt, value)
+        if record.get("request") is not None:
+            _check_request(receipt, record["request"])
+        if record.get("answer") is not None:
+            _check_answer(receipt, record["answer"])
+        if "line_sha256" in record and record["line_sha256"] != line_digest(record):
+            raise BadReceipt(
+                "line_sha256 does not match: the receipt's other members, the prompt's text, "
+                "finish_reason or stop_reason were edited"
+            )
     except BadReceipt:
         raise
     except Exception as fault:
         kind = type(fault).__name__
         raise BadReceipt(f"request or answer is malformed ({kind}: {fault})") from None
+
+
+def _check_request(receipt: Mapping[str, Any], request: Mapping[str, Any]) -> None:
+    _no_others("request", request, REQUEST)
+    options = request["options"]
+    _same("request_sha256", receipt, request_digest(request["prompt_token_ids"], options))
+    for key in ("seed", "choice"):
+        if key in receipt:
+            _same(key, receipt, options[key])
+
+
+def _check_answer(receipt: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
+    _no_others("answer", answer, ANSWER)
+    digests = answer_digests(answer["token_ids"], answer["logprobs"], answer["text"])
+    for key, value in digests.items():
+        _same(key, receipt, value)
+    _same("finish_reason", receipt, answer["finish_reason"])
+
+
+def _no_others(where: str, found: Mapping[str, Any], known: frozenset[str]) -> None:
+    if stray := sorted(set(found) - known):
+        raise BadReceipt(f"{stray[0]!r} is no member of {where}: the line was edited")
 
 
 def _same(key: str, receipt: Mapping[str, Any], found: Any) -> None:

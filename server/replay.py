@@ -11,21 +11,25 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
+import re
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from config import settings as configuration
 from server import fingerprint, replay_report
-from server.asking import Asker, Refused, Server, Unreachable
-from server.comparison import compare, in_words
+from server.asking import Asker, CantAsk, Refused, Server, Unreachable, root_of
+from server.comparison import compare, held, in_words
 from server.receiptfile import Entry, Reader, shuffled
 from server.replay_report import Tally
-from server.results import OtherRun, Results
+from server.results import OtherRun, Results, is_results
 
 WIDEST = 240  # characters of a finding on the screen; the report has all of them
 
@@ -55,20 +59,44 @@ def run(args: argparse.Namespace) -> int:
     first: Path = args.files[0]
     args.report = args.report or first.with_suffix(".replay.json")
     args.results = args.results or first.with_suffix(".results.jsonl")
-    if args.concurrency < 1:
-        console.print("--concurrency: at least 1", style="red")
-        return 2
+    args.api_key = args.api_key or configuration.environment().get("OPENAI_API_KEY")
     try:
+        _check(args)
         return asyncio.run(_Replay(args, console).run())
-    except (OSError, OtherRun) as fault:
-        console.print(str(fault), style="red", highlight=False)
-        return 2
-    except Refused as fault:
-        console.print(f"{args.base_url}: {fault}", style="red", highlight=False)
+    except (OSError, OtherRun, BadArgument, Refused) as fault:
+        console.print(Text(visible(str(fault)), style="red"))
         return 2
     except KeyboardInterrupt:
         console.print("stopped; the same command goes on from here")
         return 3
+
+
+class BadArgument(ValueError):
+    """An argument that can't be meant. The message names it."""
+
+
+def _check(args: argparse.Namespace) -> None:
+    """What can be said of the arguments before anything is done."""
+    if args.concurrency < 1:
+        raise BadArgument("--concurrency: at least 1")
+    try:
+        url = httpx.URL(root_of(args.base_url))
+    except (httpx.InvalidURL, UnicodeError) as fault:
+        raise BadArgument(f"--base-url: {fault}") from None
+    if url.scheme not in ("http", "https") or not url.host or (url.port or 0) > 65535:
+        raise BadArgument(f"--base-url: {args.base_url} is no http:// or https:// address")
+    if args.api_key and not (args.api_key.isascii() and args.api_key.isprintable()):
+        raise BadArgument("the API key has a character that no header can carry")
+    if args.public_key and not re.fullmatch("[0-9a-f]{64}", args.public_key.strip().lower()):
+        raise BadArgument("--public-key: should be 64 hexadecimal digits")
+    for target in (args.report, args.report.with_suffix(".html"), args.results):
+        if any(target.exists() and target.samefile(path) for path in args.files if path.exists()):
+            raise BadArgument(f"{target}: would overwrite the receipts themselves")
+
+
+def visible(text: str) -> str:
+    """A line from elsewhere for the screen: what would steer a terminal is shown, not sent."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class _Replay:
@@ -76,17 +104,19 @@ class _Replay:
 
     def __init__(self, args: argparse.Namespace, console: Console) -> None:
         self.args, self.console = args, console
-        self.reader = Reader(args.files, args.public_key)
+        files = [path for path in args.files if not is_results(path)]
+        if len(files) < len(args.files):
+            console.print(f"{len(args.files) - len(files)} files left out: results of replays")
+        self.reader = Reader(files, args.public_key)
         self.tally = Tally()
         self.server = Server(args.base_url)
-        self.sources = [str(path) for path in args.files]
+        self.sources = [str(path) for path in files]
 
     async def run(self) -> int:
         args = self.args
-        environment = configuration.environment()
         asker = Asker(
             args.base_url,
-            api_key=args.api_key or environment.get("OPENAI_API_KEY"),
+            api_key=args.api_key,
             concurrency=args.concurrency,
             timeout_s=args.timeout,
             patience_s=args.patience,
@@ -96,17 +126,34 @@ class _Replay:
                 if not args.verify_only:
                     self.server = await asker.meet()
             except Unreachable as fault:
-                self.console.print(f"no server: {fault}", style="red", highlight=False)
+                self.console.print(Text(visible(f"no server: {fault}"), style="red"))
                 return 3
-            head = {"sources": self.sources, "fingerprint": self.server.fingerprint}
-            self.results = Results(args.results, head, restart=args.restart, seen=self.tally.add)
+            self.results = Results(
+                args.results,
+                self._head(),
+                self.reader.sizes,
+                restart=args.restart,
+                seen=self.tally.add,
+            )
             if self.results.resumed:
                 self.console.print(f"going on after {self.results.resumed} results")
             try:
                 stopped = await self._all(asker)
+                if stopped is None:
+                    self.results.complete()
             finally:
                 self.results.close()
         return self._finish(stopped)
+
+    def _head(self) -> dict[str, Any]:
+        """What results must have been made with, for this run to go on after them."""
+        asked = self.server.fingerprint or self.args.base_url
+        return {
+            "sources": self.sources,
+            "server": None if self.args.verify_only else asked,
+            "model": self.args.model,
+            "public_key": self.args.public_key,
+        }
 
     async def _all(self, asker: Asker) -> str | None:
         """Every entry through `concurrency` workers. What stopped the run early, or None."""
@@ -128,6 +175,8 @@ class _Replay:
                         group.create_task(work())
             except* Unreachable as faults:
                 stopped = str(faults.exceptions[0])
+            except* OSError as faults:  # a source that can't be read, a disk that is full
+                raise faults.exceptions[0] from None
         return stopped
 
     def _entries(self) -> Iterator[Entry]:
@@ -141,10 +190,10 @@ class _Replay:
         if entry.status:
             return {"status": entry.status, "fault": entry.fault}
         receipt = entry.record["receipt"]
+        if self.args.verify_only:
+            return {"status": "verified", "compared": held(entry.record)}
         if entry.record.get("request") is None or entry.record.get("answer") is None:
             return {"status": "not_replayable"}
-        if self.args.verify_only:
-            return {"status": "equal", "compared": ["digests"]}
         model = self.args.model or receipt["model"]
         if model not in self.server.models:
             known = ", ".join(self.server.models)
@@ -153,6 +202,8 @@ class _Replay:
             reply = await asker.ask(entry.record, model)
         except Refused as fault:
             return {"status": "refused", "fault": str(fault)}
+        except CantAsk as fault:
+            return {"status": "unreadable", "fault": str(fault)}
         verdict = compare(entry.record["answer"], reply)
         result: dict[str, Any] = {
             "status": "differs" if verdict.difference else "equal",
@@ -173,7 +224,9 @@ class _Replay:
         if not returned or not returned.startswith(fingerprint.PREFIX) or returned == recorded:
             return result
         bits = result.get("words") or "the answer is the same all the same"
-        mine, its = self.reader.trees.get(recorded), self.server.tree
+        mine = self.reader.trees.get(recorded)
+        # Another one than at the start: the server was replaced meanwhile, and its tree is unknown.
+        its = self.server.tree if returned == self.server.fingerprint else None
         named = [d.words for d in fingerprint.diff(mine, its)] if mine and its else []
         return {
             **result,
@@ -188,7 +241,7 @@ class _Replay:
         self.results.add(line)
 
     def _bad(self) -> int:
-        return self.tally.total - self.tally.counts[replay_report.GOOD]
+        return self.tally.total - self.tally.good
 
     def _finish(self, stopped: str | None) -> int:
         server = {"base_url": self.args.base_url, "fingerprint": self.server.fingerprint}
@@ -196,18 +249,19 @@ class _Replay:
             self.tally, server=server, sources=self.sources, complete=stopped is None
         )
         replay_report.write(self.args.report, self.tally, body)
-        say = self.console.print
+        say = partial(self.console.print, highlight=False, soft_wrap=True)
         for status, count in body["counts"].items():
             say(f"{count:>8} {status.replace('_', ' ')}: {replay_report.MEANING[status]}")
         for reason, count in list(body["named_differences"].items())[:10]:
-            say(f"         {reason} (× {count})", markup=False)
+            say(Text(visible(f"         {reason} (× {count})")))
         for finding in self.tally.findings[:10]:
             said = finding.get("words") or finding.get("fault") or finding["status"]
             said = said if len(said) <= WIDEST else said[:WIDEST] + " …"
-            say(f"  {finding['source']}:{finding['line']}: {said}", markup=False, highlight=False)
-        say(f"report: {self.args.report} and {self.args.report.with_suffix('.html').name}")
+            say(Text(visible(f"  {finding['source']}:{finding['line']}: {said}")))
+        html = self.args.report.with_suffix(".html").name
+        say(Text(visible(f"report: {self.args.report} and {html}")))
         if stopped:
-            say(f"stopped: {stopped}; the same command goes on from here", style="red")
+            say(Text(visible(f"stopped: {stopped}; the same command goes on from here"), "red"))
             return 3
         if self.tally.total == 0:
             say("no receipts in these files", style="red")

@@ -12,9 +12,10 @@ from typing import Any
 
 SCHEMA = "samebits.replay/1"
 KEPT = 200  # findings shown in the report; all of them are in the results file
-GOOD = "equal"
+GOOD = frozenset({"equal", "verified"})
 MEANING: Mapping[str, str] = {
     "equal": "answered again, every bit the same",
+    "verified": "the line holds what its digests and its signature, if any, say; nobody was asked",
     "differs": "answered again, and some bit differs",
     "other_fingerprint": "the server's numerics are not those of the receipt",
     "other_model": "the receipt is of a model that the server doesn't serve",
@@ -50,7 +51,7 @@ class Tally:
             self.first_differences[difference["token"]] += 1
         for reason in result.get("reasons", ()):
             self.reasons[reason] += 1
-        if status != GOOD and len(self.findings) < KEPT:
+        if status not in GOOD and len(self.findings) < KEPT:
             self.findings.append(dict(result))
 
     @property
@@ -58,9 +59,15 @@ class Tally:
         return sum(self.counts.values())
 
     @property
+    def good(self) -> int:
+        return sum(self.counts[status] for status in GOOD)
+
+    @property
     def clean(self) -> bool:
-        """Everything that stands in the file was asked again and came back the same."""
-        return self.total > 0 and self.counts[GOOD] == self.total
+        """Everything that stands in the file was asked again and came back the same, or holds
+        where nobody was to be asked.
+        """
+        return self.total > 0 and self.good == self.total
 
 
 def report(
@@ -83,13 +90,17 @@ def report(
 
 def write(path: Path, tally: Tally, body: Mapping[str, Any]) -> None:
     """`path` (JSON) and beside it the same name with .html."""
-    path.write_text(json.dumps(body, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    path.with_suffix(".html").write_text(page(tally, body), encoding="utf-8")
+    text = json.dumps(body, indent=1, ensure_ascii=False) + "\n"
+    for target, content in ((path, text), (path.with_suffix(".html"), page(tally, body))):
+        target.write_text(content, encoding="utf-8", errors="backslashreplace")
 
 
 def page(tally: Tally, body: Mapping[str, Any]) -> str:
     """One self-contained page: the verdict, the picture, the counts, the first findings."""
     verdict = "Every answer came back the same, bit for bit." if body["clean"] else "Not the same."
+    if tally.counts["verified"]:
+        verdict = "Every line holds." if body["clean"] else "Not every line holds."
+        verdict += " Nobody was asked."
     if not body["complete"]:
         verdict = "Stopped before the end. " + verdict
     counts = "".join(
@@ -141,7 +152,7 @@ def picture(tally: Tally, width: int = 720, height: int = 220) -> str:
         f'<text x="{left - 6}" y="{top + 8}" text-anchor="end">{most}</text>'
         if most
         else f'<text class="big" x="{width / 2}" y="{(top + bottom) / 2}" text-anchor="middle">'
-        f"no difference in {tally.counts[GOOD]} answers</text>"
+        f"no difference in {tally.counts['equal']} answers</text>"
     )
     return (
         f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="first differences by token">'
@@ -158,7 +169,8 @@ def _row(finding: Mapping[str, Any]) -> str:
     where = f"{finding.get('source')}:{finding.get('line')}"
     said = finding.get("words") or finding.get("fault") or ""
     status = str(finding["status"]).replace("_", " ")
-    return f"<tr><td>{html.escape(where)}</td><td>{status}</td><td>{html.escape(said)}</td></tr>"
+    cells = "".join(f"<td>{html.escape(str(cell))}</td>" for cell in (where, status, said))
+    return f"<tr>{cells}</tr>"
 
 
 _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Samebits replay</title>

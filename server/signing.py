@@ -13,6 +13,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from server.canonical import encode
 
+ALGORITHM = "Ed25519"
+MEMBERS = frozenset({"algorithm", "public_key", "value"})
+
 
 class BadKey(ValueError):
     """A key file that is missing, unreadable or no Ed25519 key."""
@@ -51,7 +54,7 @@ class Signer:
         value = base64.b64encode(self._key.sign(encode(bare))).decode()
         return {
             **bare,
-            "signature": {"algorithm": "Ed25519", "public_key": self.public_key, "value": value},
+            "signature": {"algorithm": ALGORITHM, "public_key": self.public_key, "value": value},
         }
 
 
@@ -60,17 +63,24 @@ def verify(receipt: Mapping[str, Any], public_key: str | None = None) -> str | N
     one to accept.
     """
     signature = receipt.get("signature")
-    if not isinstance(signature, Mapping):
+    if "signature" not in receipt:
         return "not signed"
-    found = signature.get("public_key")
+    if not isinstance(signature, Mapping) or set(signature) != MEMBERS:
+        return f"malformed signature (its members are {', '.join(sorted(MEMBERS))})"
+    if signature["algorithm"] != ALGORITHM:
+        return f"malformed signature (algorithm {signature['algorithm']!r}, not {ALGORITHM})"
+    found, value = signature["public_key"], signature["value"]
     if public_key is not None and found != public_key.strip().lower():
         return f"signed with another key ({found})"
     bare = {key: value for key, value in receipt.items() if key != "signature"}
     try:
-        key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(str(found)))
-        key.verify(base64.b64decode(signature["value"], validate=True), encode(bare))
+        raw = base64.b64decode(value, validate=True)
+        key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(found))
+        if key.public_bytes_raw().hex() != found or base64.b64encode(raw).decode() != value:
+            return "malformed signature (another spelling of the same bytes)"
+        key.verify(raw, encode(bare))
     except InvalidSignature:
         return "the signature does not fit: the receipt was edited"
-    except (ValueError, KeyError, TypeError) as fault:
+    except (ValueError, KeyError, TypeError, RecursionError) as fault:
         return f"malformed signature ({fault})"
     return None

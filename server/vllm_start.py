@@ -223,17 +223,15 @@ def build(start: Start) -> Any:
             raise StartFault(cause) from fault
 
 
-def local_files(start: Start, config: Any) -> Path:
-    """The folder that holds the model's files, also when it was named by a hub's id."""
-    if os.path.exists(start.model):
-        return Path(start.model)
+def local_files(name: str, revision: str | None = None) -> Path:
+    """The folder that holds a model's or tokenizer's files, also when it was named by a hub's id;
+    they are there by now.
+    """
+    if os.path.exists(name):
+        return Path(name)
     from huggingface_hub import snapshot_download
 
-    return Path(
-        snapshot_download(
-            config.model_config.model, revision=start.settings.revision, local_files_only=True
-        )
-    )
+    return Path(snapshot_download(name, revision=revision, local_files_only=True))
 
 
 def fingerprint_tree(start: Start, config: Any, report: dict[str, Any]) -> dict[str, Any]:
@@ -244,10 +242,11 @@ def fingerprint_tree(start: Start, config: Any, report: dict[str, Any]) -> dict[
     if settings.chat_template:
         template = Path(settings.chat_template).read_text(encoding="utf-8")
     files = fingerprint.model_part(
-        local_files(start, config),
-        tokenizer_folder=Path(settings.tokenizer) if settings.tokenizer else None,
+        local_files(start.model if os.path.exists(start.model) else model.model, settings.revision),
+        tokenizer_folder=local_files(settings.tokenizer) if settings.tokenizer else None,
         chat_template=template,
         trust_remote_code=settings.trust_remote_code,
+        load_format=settings.load_format,
         cache_path=cache_dir() / "weights.json",
         progress=weights.told(lambda words: _log.info("hashing weights: %s", words)),
     )

@@ -27,6 +27,7 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tekken.json",
 )
+TOKENIZER_SUFFIXES = (".model", ".tiktoken", ".spm", ".bpe")
 CHUNK_BYTES = 16 << 20
 # A file changed less than this long ago may change again without a new time stamp: its digest is
 # not remembered.
@@ -72,13 +73,17 @@ def identity(path: Path) -> Identity:
     )
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The files that hold weights, by name. Where there are safetensors, they are what is loaded,
-    and count alone.
+def weight_files(folder: Path, load_format: str = "auto") -> list[Path]:
+    """The files that hold weights, by name. Where there are safetensors, `auto` loads them, and
+    they count alone; an index beside them says which of them holds what. Of another `load_format`
+    everything counts.
     """
     found = sorted(p for p in folder.iterdir() if p.suffix in WEIGHT_SUFFIXES and p.is_file())
+    found = [p for p in found if not p.name.startswith("training_args")]
     safetensors = [p for p in found if p.suffix == ".safetensors"]
-    return safetensors or [p for p in found if not p.name.startswith("training_args")]
+    if load_format not in ("auto", "safetensors", "hf") or not safetensors:
+        safetensors = found
+    return safetensors + sorted(folder.glob("*.index.json"))
 
 
 def code_files(folder: Path) -> list[Path]:
@@ -88,7 +93,9 @@ def code_files(folder: Path) -> list[Path]:
 
 def tokenizer_files(folder: Path) -> list[Path]:
     """The tokenizer's files that are there."""
-    return [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    named = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    others = {p for suffix in TOKENIZER_SUFFIXES for p in folder.glob(f"*{suffix}")}
+    return named + sorted(others - set(named))
 
 
 def digest(path: Path, on_bytes: Callable[[int], None] | None = None) -> str:

@@ -44,9 +44,14 @@ def go(path, engine=None, output=None, **options):
 
 
 def answers(target):
+    """The lines by their custom_id, or by their number where they have none."""
     found = [json.loads(raw) for raw in target.read_text().splitlines()]
-    assert len({item["custom_id"] for item in found}) == len(found)
-    return {item["custom_id"]: item for item in found}
+    named = {
+        item["error"]["line"] if item["custom_id"] is None else item["custom_id"]: item
+        for item in found
+    }
+    assert len(named) == len(found)
+    return named
 
 
 def test_format_and_same_answers_as_the_server(tmp_path):
@@ -122,8 +127,8 @@ def test_bad_lines_say_why_and_the_others_are_answered(tmp_path):
     assert found["nan"]["response"]["status_code"] == 400
     assert found["nan"]["response"]["body"]["error"]["param"] == "temperature"
     faults = {k: v["error"]["message"] for k, v in found.items() if v["error"]}
-    assert set(faults) == {"get", "url", "nobody", "stream", "line-7", "line-8", "line-9"}
-    assert "custom_id" in faults["line-7"] and "JSON" in faults["line-9"]
+    assert set(faults) == {"get", "url", "nobody", "stream", 7, 8, 9}
+    assert "custom_id" in faults[7] and "JSON" in faults[9]
 
 
 def test_a_line_that_is_not_quite_json_does_not_end_the_batch(tmp_path):
@@ -143,13 +148,51 @@ def test_a_line_that_is_not_quite_json_does_not_end_the_batch(tmp_path):
     for name, param in (("nan", "min_p"), ("inf", "min_p"), ("half", "user")):
         assert found[name]["response"]["status_code"] == 400
         assert found[name]["response"]["body"]["error"]["param"] == param
-    assert "'user' stands twice" in found["line-4"]["error"]["message"]
-    assert "JSON" in found["line-5"]["error"]["message"]
+    assert "'user' stands twice" in found[4]["error"]["message"]
+    assert "JSON" in found[5]["error"]["message"]
     path = tmp_path / "prompts.txt"
     path.write_text('one\n"\\ud800"\ntwo\n')
     code, found = go(path, defaults={"max_tokens": 2})
     assert code == FAILED
     assert [found[f"line-{i}"]["response"]["status_code"] for i in (1, 2, 3)] == [200, 400, 200]
+
+
+def test_a_custom_id_like_a_made_up_name_is_another_line(tmp_path):
+    """A line without a custom_id must not take the place of one that is called what it would be."""
+    path = tmp_path / "in.jsonl"
+    path.write_text(
+        "{\n" + json.dumps(line("line-1")) + "\n" + json.dumps(line("line-4")) + "\n[]\n"
+    )
+    target = tmp_path / "out.jsonl"
+    for _ in range(2):  # and again, going on after what is there
+        code, found = go(path, output=target)
+        assert code == FAILED and set(found) == {1, "line-1", "line-4", 4}
+        assert found[1]["error"] and found[4]["error"]
+        assert found["line-1"]["response"]["status_code"] == 200
+        assert found["line-4"]["response"]["status_code"] == 200
+    assert len(target.read_text().splitlines()) == 4
+
+
+def test_a_line_beyond_the_time_limit_is_an_answer_not_the_end(tmp_path, monkeypatch):
+    """The same line would stop every run at the same place."""
+    path = write(tmp_path / "in.jsonl", line("slow", max_tokens=40), line("quick", max_tokens=1))
+    monkeypatch.setenv("SAMEBITS_REQUEST_TIMEOUT_S", "0.3")
+    code, found = go(path, FakeEngine(delay_s=0.02))
+    assert code == FAILED and found["slow"]["response"]["status_code"] == 504
+    assert found["quick"]["response"]["status_code"] == 200
+
+
+def test_nobody_waits_for_a_batch(tmp_path, monkeypatch):
+    monkeypatch.setattr(Settings.model_fields["request_timeout_s"], "default", 0.2)
+    Settings.model_rebuild(force=True)
+    try:
+        assert Settings().request_timeout_s == 0.2
+        path = write(tmp_path / "in.jsonl", line("slow", max_tokens=40))
+        code, _ = go(path, FakeEngine(delay_s=0.02))
+        assert code == DONE
+    finally:
+        monkeypatch.undo()
+        Settings.model_rebuild(force=True)
 
 
 def test_resumes_after_a_kill(tmp_path):

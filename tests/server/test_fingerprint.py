@@ -155,6 +155,51 @@ def test_the_tree_is_json_and_comes_back_equal(model):
     assert fingerprint.diff(tree, copy.deepcopy(tree)) == []
 
 
+@pytest.mark.parametrize("eos", [2, [2, 7], None])
+def test_tokens_that_end_an_answer_count(model, eos):
+    """vLLM ends an answer at generation_config.json's ids, whatever else of that file is unused."""
+    described = {"temperature": 0.1, "eos_token_id": 5}
+    (model / "generation_config.json").write_text(json.dumps(described))
+    before = tree_of(model)
+    (model / "generation_config.json").write_text(json.dumps({**described, "temperature": 2}))
+    assert fingerprint.short(tree_of(model)) == fingerprint.short(before)
+    (model / "generation_config.json").write_text(json.dumps({**described, "eos_token_id": eos}))
+    (found,) = fingerprint.diff(before, tree_of(model))
+    assert "tokens that end an answer" in found.words
+
+
+def test_an_index_of_weights_counts(model):
+    """It says which file a tensor is read from, where two of them hold it."""
+    index = model / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "model.safetensors"}}')
+    before = tree_of(model)
+    index.write_text('{"weight_map": {"a": "other.safetensors"}}')
+    (found,) = fingerprint.diff(before, tree_of(model))
+    assert "weights differ (model.safetensors.index.json)" in found.words
+
+
+def test_weights_of_another_format_count_where_they_are_loaded(model):
+    (model / "pytorch_model.bin").write_bytes(b"x")
+    for load_format, counts in [("auto", False), ("safetensors", False), ("pt", True)]:
+        (model / "pytorch_model.bin").write_bytes(b"x")
+        before = fingerprint.model_part(model, load_format=load_format)
+        (model / "pytorch_model.bin").write_bytes(b"y")
+        after = fingerprint.model_part(model, load_format=load_format)
+        assert (before != after) == counts
+
+
+def test_a_tokenizer_without_files_is_no_tokenizer(model):
+    """A folder that isn't there would leave the tokenizer out of the fingerprint unnoticed."""
+    with pytest.raises(RuntimeError, match="no file of a tokenizer"):
+        fingerprint.model_part(model, tokenizer_folder=model / "org" / "tokenizer")
+    other = model / "words"
+    other.mkdir()
+    (other / "qwen.tiktoken").write_text("a")
+    before = fingerprint.model_part(model, tokenizer_folder=other)
+    (other / "qwen.tiktoken").write_text("b")
+    assert fingerprint.model_part(model, tokenizer_folder=other) != before
+
+
 def test_a_context_that_chooses_rotary_factors_counts():
     assert not fingerprint.context_matters({"rope_parameters": {"rope_type": "default"}})
     assert not fingerprint.context_matters({})

@@ -17,15 +17,18 @@ from pathlib import Path
 import pytest
 
 from server.engine import Sampling
+from server.fingerprint import short
+from server.receiptfile import Reader
 from server.receipts import answer_digests, options_of, request_digest
 
 BLOCK = 10_000
 SPARE_BYTES = 12 << 20  # what a run may take more than one with a tenth of the lines
-FINGERPRINT = "sb1-0123456789abcdef"
+TREE = {"schema": "samebits.fingerprint/1"}
+FINGERPRINT = short(TREE)
 HEADER = {
     "schema": "samebits.log/1",
     "fingerprint": FINGERPRINT,
-    "tree": {"schema": "samebits.fingerprint/1"},
+    "tree": TREE,
 }
 
 VERIFY = """
@@ -35,7 +38,14 @@ sys.exit(main(["replay", sys.argv[1], "--verify-only", "--restart"]))
 """
 RESUME = """
 import sys
+from pathlib import Path
+from server import results
 from server.cli import main
+path = Path(sys.argv[1]).with_suffix(".results.jsonl")
+end = results._line(results.COMPLETE).encode()
+import os
+if results._is_complete(path):
+    os.truncate(path, path.stat().st_size - len(end))  # as if it had been stopped at the very end
 sys.exit(main(["replay", sys.argv[1], "--verify-only"]))
 """
 READER = """
@@ -135,11 +145,17 @@ def test_a_reader_that_keeps_its_lines_is_caught(tmp_path):
 
 
 def test_headers_of_ever_other_starts_are_not_all_kept(tmp_path):
-    head = {**HEADER, "fingerprint": "sb1-NUMBER", "tree": {"much": "x" * 10_000}}
-    line = json.dumps(head).replace("NUMBER", "%d") + "\n"
-    few = run(READER, write(tmp_path / "log.jsonl", 1_000, line))
-    many = run(READER, write(tmp_path / "log.jsonl", 10_000, line))
+    def heads(count):
+        with (tmp_path / "log.jsonl").open("w") as file:
+            for number in range(count):
+                tree = {"number": number, "much": "x" * 10_000}
+                file.write(json.dumps({**HEADER, "fingerprint": short(tree), "tree": tree}) + "\n")
+        return tmp_path / "log.jsonl"
+
+    faults = READER.replace("not e.status", "1")
+    few, many = run(faults, heads(1_000)), run(faults, heads(10_000))
     assert few[0] == many[0] == 0 and many[2] - few[2] < SPARE_BYTES
+    assert not [*Reader([heads(10)]).entries()]  # they are whole headers, with trees to keep
 
 
 @pytest.mark.slow
@@ -151,9 +167,9 @@ def test_ten_million_lines(tmp_path):
 OPEN_OUTPUT = """
 import sys
 from pathlib import Path
-from server.batchfile import Output
+from server.batchfile import Output, Task
 output = Output(Path(sys.argv[1]), "f")
-assert not output.take("id-0") and output.take("another")
+assert not output.take(Task("id-0", "", {}, 0)) and output.take(Task("another", "", {}, 0))
 """
 DONE = '{"id":"b","custom_id":"id-%d","response":{"status_code":200,"body":{}},"error":null}\n'
 INDEX_BYTES = 140  # what a batch keeps for each line that is done, at most

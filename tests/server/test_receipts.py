@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from config.settings import Settings
-from server import canonical, receipts, signing
+from server import canonical, fingerprint, receipts, signing
 from server.app import create_app
 from server.engine import Output, Position, Prompt, Sampling, TokenLogprob
 from server.errors import EngineFailed
@@ -245,7 +245,11 @@ def test_through_the_application(tmp_path):
     key.write_bytes(pem(Ed25519PrivateKey.generate()))
     log = tmp_path / "r.jsonl"
     settings = {"receipts": str(log), "receipts_key_file": str(key)}
-    plain, streamed, version = served(FakeEngine(), {"X-Samebits-Receipt": "1"}, **settings)
+
+    class Named(FakeEngine):
+        fingerprint = fingerprint.short({"model": {"weights": "none"}})
+
+    plain, streamed, version = served(Named(), {"X-Samebits-Receipt": "1"}, **settings)
     (receipt,) = plain.json()["samebits"]["receipts"]
     assert signing.verify(receipt, version["receipts_public_key"]) is None
     events = [json.loads(e[6:]) for e in streamed.split("\n\n") if e.startswith("data: {")]
@@ -293,11 +297,80 @@ def test_edits_are_noticed():
         at[path[-1]] = value
         with pytest.raises(receipts.BadReceipt, match=named):
             receipts.check_record(edited)
+    for path, value, named in [
+        (("receipt", "seed"), 5, "seed does not match"),
+        (("receipt", "choice"), 1, "choice does not match"),
+        (("receipt", "choice"), "0", "choice should be int"),
+        (("receipt", "choice"), True, "choice should be int"),
+        (("receipt", "model"), ["a"], "model should be str"),
+        (("receipt", "fingerprint"), {}, "fingerprint should be str"),
+        (("receipt", "fingerprint"), "sb1-0123456789abcdee", "is not the head of"),
+        (("receipt", "finish_reason"), "length", "finish_reason does not match"),
+        (("answer", "finish_reason"), "length", "finish_reason does not match"),
+        (("receipt", "text_sha256"), "A" * 64, "text_sha256"),
+        (("extra",), 1, "'extra' is no member"),
+    ]:
+        edited = record()
+        at = edited
+        for key in path[:-1]:
+            at = at[key]
+        at[path[-1]] = value
+        with pytest.raises(receipts.BadReceipt, match=named):
+            receipts.check_record(edited)
     for key in receipts.REQUIRED:
         cut = record()
         del cut["receipt"][key]
         with pytest.raises(receipts.BadReceipt, match=key):
             receipts.check_record(cut)
+
+
+def test_vectors_of_a_line():
+    for vector in VECTORS["lines"]:
+        assert receipts.line_digest(vector) == vector["line_sha256"]
+        receipts.check_record(vector)
+
+
+@pytest.mark.parametrize("kind", ["full", "digests", "signed", "header"])
+async def test_a_flipped_bit_anywhere_is_noticed(tmp_path, kind):
+    """Every bit of a line of the log, one after the other. What still reads as the same JSON (a
+    letter of an escape or of an exponent, the last digit of a long number) is the same line.
+    """
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    engine = ToyEngine()
+    header = {"fingerprint": engine.fingerprint, "tree": dict(engine.fingerprint_tree)}
+    minter = Minter(
+        engine,
+        log=ReceiptLog(tmp_path / "log.jsonl", header, max_bytes=1 << 30),
+        signer=signing.Signer(Ed25519PrivateKey.generate()) if kind == "signed" else None,
+        full=kind != "digests",
+    )
+    sampling = Sampling(3, seed=-5, stop=("é\n",), logit_bias=((4, 0.5),), temperature=1e-05)
+    source = minter.over(engine, False)
+    async for _ in source.generate(Prompt((1, 2), "ü\u2028 b"), sampling, request_id="r"):
+        pass
+    head, line = (tmp_path / "log.jsonl").read_bytes().split(b"\n")[:2]
+    whole = head if kind == "header" else line
+    flips = []
+    for at in range(len(whole)):
+        for bit in range(8):
+            data = bytearray(whole)
+            data[at] ^= 1 << bit
+            if data[at] != ord("\n"):
+                flips.append(bytes(data))
+    path = tmp_path / "flips.jsonl"
+    path.write_bytes(b"\n".join(flips) + b"\n")
+    entries = {e.line: e for e in Reader([path]).entries()}
+    unnoticed = []
+    for number, data in enumerate(flips, 1):
+        entry = entries.get(number)
+        if entry is None or not entry.status:
+            if json.loads(data) != json.loads(whole):
+                unnoticed.append(data)
+        else:
+            assert entry.fault
+    assert unnoticed == []
+    assert len(flips) > 3000
 
 
 def test_one_bit_of_a_logprob_counts():
@@ -328,8 +401,24 @@ def test_signatures(tmp_path):
     assert "another key" in signing.verify(signed, other.public_key)
     assert "edited" in signing.verify({**signed, "created": 1})
     assert signing.verify(record()["receipt"]) == "not signed"
-    broken = {**signed, "signature": {**signed["signature"], "value": "!"}}
-    assert "malformed" in signing.verify(broken)
+    value = signed["signature"]["value"]
+    last = chr(ord(value[-3]) + 1)  # two spellings of one signature: its last two bits are unused
+    for changed in (
+        {"value": "!"},
+        {"value": value[:-3] + last + "=="},
+        {"value": 5},
+        {"public_key": None},
+        {"public_key": signed["signature"]["public_key"].upper()},
+        {"algorithm": "none"},
+        {"also": 1},
+    ):
+        broken = {**signed, "signature": {**signed["signature"], **changed}}
+        assert "malformed" in signing.verify(broken), changed
+    assert "malformed" in signing.verify({**signed, "signature": None})
+    deep: list = []
+    for _ in range(5000):
+        deep = [deep]
+    assert "malformed" in signing.verify({**signed, "created": deep})
     (tmp_path / "bad").write_text("no key")
     for path in (tmp_path / "bad", tmp_path / "absent"):
         with pytest.raises(signing.BadKey):

@@ -57,7 +57,7 @@ async def test_logged_whatever_the_header_says(tmp_path):
 async def test_digests_only(tmp_path):
     engine = ToyEngine()
     await ask(engine, minter_with(tmp_path, engine, full=False))
-    assert set(lines(tmp_path / "log.jsonl")[1]) == {"receipt"}
+    assert set(lines(tmp_path / "log.jsonl")[1]) == {"receipt", "line_sha256"}
 
 
 async def test_a_torn_tail_spoils_one_line_only(tmp_path):
@@ -191,6 +191,53 @@ def test_two_processes_and_a_kill_never_mix_lines(tmp_path):
         found.append(json.loads(line))
     for count in (2000, 1999):
         assert [f["i"] for f in found if f.get("who") == str(count)] == list(range(count))
+
+
+def test_two_processes_rotate_and_lose_nothing(tmp_path):
+    """Both find the file full at once: whoever is second must not rename the first one's new file,
+    nor give the old one a second name.
+    """
+    script = textwrap.dedent(
+        """
+        import sys
+        from server.receiptlog import ReceiptLog
+        log = ReceiptLog(sys.argv[1], {"fingerprint": "f", "tree": {}}, max_bytes=4096)
+        for i in range(1500):
+            log.append({"who": sys.argv[2], "i": i, "fill": "x" * 300})
+        """
+    )
+    path = tmp_path / "log.jsonl"
+    writers = [subprocess.Popen([sys.executable, "-c", script, str(path), name]) for name in "abcd"]
+    assert [w.wait() for w in writers] == [0] * 4
+    files = list(tmp_path.iterdir())
+    assert len(files) > 100 and len({f.stat().st_ino for f in files}) == len(files)
+    found = [(x["who"], x["i"]) for f in files for x in lines(f) if "who" in x]
+    assert len(found) == len(set(found)) == 4 * 1500
+
+
+async def test_rotation_that_can_not_be_done_loses_nothing(tmp_path, monkeypatch, caplog):
+    engine = ToyEngine()
+    minter = minter_with(tmp_path, engine, max_bytes=4096)
+
+    def no(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "rename", no)
+    await ask(engine, minter, 30)
+    assert [e.status for e in Reader([tmp_path / "log.jsonl"]).entries()] == [""] * 30
+    assert len(list(tmp_path.iterdir())) == 1 and caplog.text.count("can't be rotated") == 1
+
+
+async def test_a_tail_torn_by_another_process_is_closed_by_the_next_line(tmp_path):
+    """A kill within a large write leaves a part of it: whoever shares the file closes it."""
+    engine = ToyEngine()
+    minter = minter_with(tmp_path, engine)
+    await ask(engine, minter)
+    with (tmp_path / "log.jsonl").open("ab") as file:
+        file.write(b'{"receipt":{"schema":"sameb')
+    await ask(engine, minter, 2)
+    statuses = [e.status for e in Reader([tmp_path / "log.jsonl"]).entries()]
+    assert statuses == ["", "unreadable", "", ""]
 
 
 async def test_fsync_runs(tmp_path, monkeypatch):

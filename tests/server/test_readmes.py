@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+
+from config.settings import DEMO_MODEL, PREFIX, Settings
+from server import cli
 
 ROOT = Path(__file__).parents[2]
 ENGLISH = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -54,6 +58,59 @@ def test_names_and_commands_in_the_text() -> None:
 
 def test_exit_codes() -> None:
     assert rows(ENGLISH) == rows(CHINESE) == ["0", "1", "2", "3"]
+
+
+def unknown_words(page: str) -> list[str]:
+    """Commands in a page's shell blocks and in its text that this project doesn't have: targets
+    of make, settings, commands and flags of samebits.
+    """
+    shell = re.findall(r"^```sh$(.*?)^```$", page.replace("\\\n", ""), flags=re.M | re.S)
+    lines = [re.sub(r"\s+# .*$", "", line) for block in shell for line in block.splitlines()]
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.M)
+    wrong = []
+    for line in [*lines, *sorted(commands(page))]:
+        words = shlex.split(line) if line.count("'") % 2 == 0 else []
+        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+            name = words.pop(0).partition("=")[0]
+            if name.startswith(PREFIX) and name.removeprefix(PREFIX).lower() not in FIELDS:
+                wrong.append(name)
+        if words[:1] == ["make"] and words[1] not in targets:
+            wrong.append(line)
+        if (
+            words
+            and words[0].rpartition("/")[2] == "samebits"
+            and words[1:]
+            and not taken(words[1:])
+        ):
+            wrong.append(line)
+    return wrong
+
+
+FIELDS = frozenset(Settings.model_fields)
+
+
+def taken(words: list[str]) -> bool:
+    """Whether the command line understands these words."""
+    try:
+        args, unknown = cli._parser(words[0]).parse_known_args(words)
+    except SystemExit as end:
+        return end.code == 0  # --help
+    return not unknown and bool(args)
+
+
+def test_commands_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    assert unknown_words(ENGLISH) == unknown_words(CHINESE) == []
+    assert f'"{DEMO_MODEL}"' in ENGLISH
+    for old, new in [
+        ("make serve    #", "make server    #"),
+        ("SAMEBITS_RECEIPTS=", "SAMEBITS_RECEIPT="),
+        ("--max-num-seqs 3", "--max-num-seq 3"),
+        ("samebits fingerprint --diff", "samebits fingerprint --dif"),
+        ("samebits doctor", "samebits docter"),
+        ("samebits serve --help", "samebits server --help"),
+    ]:
+        assert old in ENGLISH and unknown_words(ENGLISH.replace(old, new)) != [], new
+    capsys.readouterr()
 
 
 def test_links() -> None:

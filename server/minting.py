@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 import logging
 import os
+import stat
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
@@ -30,6 +32,10 @@ from server.receiptlog import LogFailed, ReceiptLog
 from server.signing import Signer
 
 _log = logging.getLogger("samebits.receipts")
+
+
+# Any other end ("abort", "error") leaves no answer: the client gets an error, if anything.
+WHOLE = frozenset({"stop", "length"})
 
 
 class ReceiptLost(ServerError):
@@ -49,7 +55,11 @@ def check_places(settings: Settings) -> None:
         Signer.from_file(settings.receipts_key_file)
     if settings.receipts:
         try:
-            os.close(os.open(settings.receipts, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o640))
+            file = os.open(settings.receipts, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o640)
+            regular = stat.S_ISREG(os.fstat(file).st_mode)
+            os.close(file)
+            if not regular:  # /dev/null would take every line, and keep none
+                raise OSError(errno.EINVAL, "not a regular file")
         except OSError as fault:
             raise BadPlace(
                 f"SAMEBITS_RECEIPTS={settings.receipts}: {fault.strerror}; make the folder or name "
@@ -257,7 +267,7 @@ class _MintingEngine:
             async for output in outputs:
                 answer.add(output)
                 receipt = None
-                if output.finish_reason is not None and output.finish_reason != "abort":
+                if output.finish_reason in WHOLE:
                     receipt = await self._minter.mint(prompt, sampling, request_id, answer)
                 yield _shown(output, hidden, receipt if self._wanted else None)
 

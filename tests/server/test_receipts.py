@@ -166,9 +166,13 @@ class OneOutput(ToyEngine):
         yield self.output
 
 
-async def test_an_aborted_answer_has_no_receipt():
-    engine = OneOutput(Output("x", (1,), None, finish_reason="abort"))
-    assert (await answer(engine, Minter(engine), Sampling(3)))[-1].receipt is None
+@pytest.mark.parametrize("end", ["abort", "error"])
+async def test_an_answer_that_broke_off_has_no_receipt(tmp_path, end):
+    engine = OneOutput(Output("x", (1,), None, finish_reason=end))
+    header = {"fingerprint": engine.fingerprint, "tree": dict(engine.fingerprint_tree)}
+    log = ReceiptLog(tmp_path / "r.jsonl", header, max_bytes=1 << 30)
+    assert (await answer(engine, Minter(engine, log=log), Sampling(3)))[-1].receipt is None
+    assert [*Reader([tmp_path / "r.jsonl"]).entries()] == []
 
 
 async def test_logprobs_that_json_lacks():
@@ -214,8 +218,9 @@ def test_places_are_checked_before_a_model_is_loaded(tmp_path):
     check_places(Settings(receipts=str(tmp_path / "r.jsonl")))
     with pytest.raises(BadPlace, match="SAMEBITS_RECEIPTS="):
         check_places(Settings(receipts=str(tmp_path / "absent" / "r.jsonl")))
-    with pytest.raises(BadPlace):
-        check_places(Settings(receipts=str(tmp_path)))
+    for place in (str(tmp_path), "/dev/null", "/dev/full"):
+        with pytest.raises(BadPlace):
+            check_places(Settings(receipts=place))
     with pytest.raises(signing.BadKey, match="SAMEBITS_RECEIPTS_KEY_FILE="):
         check_places(Settings(receipts_key_file=str(tmp_path / "absent")))
 

@@ -133,7 +133,8 @@ class _Counts:
         now = time.perf_counter()
         if not self._any:
             self._any = True
-            self._metrics.first_token.observe(now - self._begun)
+            if output.finish_reason is None or len(output.token_ids) <= 1:  # else a whole answer
+                self._metrics.first_token.observe(now - self._begun)
             self._metrics.prompt_tokens.inc(self._prompt_tokens)
         if not self._first_at[index]:
             self._first_at[index] = now

@@ -46,7 +46,7 @@ class Metrics:
         """What was computed, and how fast."""
         self.first_token = Histogram(
             "samebits_time_to_first_token_seconds",
-            "Time from the request to its first output",
+            "Time from the request to its first token, of streams and of answers of one token",
             buckets=SECONDS,
             registry=registry,
         )

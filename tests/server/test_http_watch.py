@@ -39,7 +39,7 @@ def test_metrics() -> None:
     assert _value(text, "samebits_requests_total", route=route, status="400") == 1
     assert _value(text, "samebits_requests_total", route="unmatched", status="404") == 1
     assert _value(text, "samebits_refusals_total", reason="invalid_value") == 1
-    assert _value(text, "samebits_time_to_first_token_seconds_count") == 2
+    assert _value(text, "samebits_time_to_first_token_seconds_count") == 1  # of the stream
     assert _value(text, "samebits_time_per_token_seconds_count") == 1  # of the stream
     assert _value(text, "samebits_answer_tokens_total") == 15
     assert _value(text, "samebits_prompt_tokens_total") == 3
@@ -48,6 +48,16 @@ def test_metrics() -> None:
     assert _value(text, "samebits_fingerprint_info", fingerprint="sb_fake") == 1
     assert _value(text, "vllm_fake") == 1
     assert "xxxx" not in text
+
+
+def test_a_plain_answer_is_no_first_token() -> None:
+    """It comes whole: its time would be counted as that of its first token."""
+    with serving() as live:
+        live.complete(prompt="Hello", max_tokens=5)
+        live.complete(prompt="Hello", max_tokens=1)
+        live.events(prompt="Hello", max_tokens=1)
+        text = live.http.get("/metrics").text
+    assert _value(text, "samebits_time_to_first_token_seconds_count") == 2  # those of one token
 
 
 @pytest.fixture

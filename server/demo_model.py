@@ -20,7 +20,7 @@ from filelock import FileLock
 
 from config.settings import cache_dir
 
-FOLDER = "smollm2-135m-instruct-1"  # the number grows with the way it is made
+FOLDER = "smollm2-135m-instruct-2"  # the number grows with the way it is made
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -82,13 +82,18 @@ def convert(source: Path, target: Path) -> None:
     safetensors.
     """
     import torch
+    from tokenizers import decoders
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0))))
     folder, name = str(source.parent), source.name
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.bfloat16)
     model.save_pretrained(target)
-    AutoTokenizer.from_pretrained(folder, gguf_file=name).save_pretrained(target)
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
+    # Of GGUF, Transformers makes a row of decoders, whose first ones have nothing to do here;
+    # llguidance knows a tokenizer by the first one, and would spell two of three tokens wrongly.
+    tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save_pretrained(target)
 
 
 if __name__ == "__main__":

@@ -93,16 +93,39 @@ def _bound(memory: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (used + memory, used + memory))
 
 
+def _tokenizer(first: dict[str, Any]) -> tuple[Any, str]:
+    """llguidance's reading of the tokenizer, and why it is of no use. It knows few decoders, and
+    takes the first of a row for all of them: masks would be made for other texts than are said.
+    """
+    try:
+        read = LLTokenizer(first["tokenizer"], n_vocab=first["n_vocab"], eos_token=first["eos"])
+    except Exception as fault:  # of a Rust library
+        return None, "its compiler can't read this model's tokenizer: " + _short(str(fault))
+    for token_id, text in enumerate(first["spelled"] or ()):
+        spelled, taken = text.encode("latin-1"), read.decode_bytes([token_id])
+        if spelled != taken and b"\xff" not in spelled:  # its mark; no byte of any text
+            return None, (
+                f"its compiler misreads this model's tokenizer: token {token_id} is {spelled!r}, "
+                f"not {taken!r}"
+            )
+    return read, ""
+
+
 def main() -> None:
     """Answer the lines of stdin until it ends."""
     first = json.loads(sys.stdin.buffer.readline())
-    judge = Judge(LLTokenizer(first["tokenizer"], n_vocab=first["n_vocab"], eos_token=first["eos"]))
-    _bound(first["memory"])
-    sys.stdout.write('""\n')
+    read, fault = _tokenizer(first)
+    memory, cpu_s = first["memory"], first["cpu_s"]
+    sys.stdout.write(json.dumps(fault) + "\n")
     sys.stdout.flush()
+    if fault:
+        return
+    judge = Judge(read)
+    del first
+    _bound(memory)
     for line in sys.stdin.buffer:
         kind, text, token_ids = json.loads(line)
-        signal.setitimer(signal.ITIMER_PROF, first["cpu_s"])
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)
         said = judge.start(kind, text) if token_ids is None else judge.end(kind, text, token_ids)
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.write(json.dumps(said) + "\n")

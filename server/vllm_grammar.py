@@ -13,18 +13,20 @@ import hashlib
 import json
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any
 
 from server.engine import Output
-from server.errors import EngineFailed, InvalidRequest
+from server.errors import EngineDead, EngineFailed, InvalidRequest
+from server.vllm_text import TokenText
 
 MAX_KNOWN = 4096
 MEMORY_BYTES = 1 << 30  # for one compiler, beside its tokenizer
 NOT_ALLOWED = "not allowed"  # the word of `server/grammar_judge.py`
 FAILED = "its compiler ran out of memory, or failed"
+KILLED = (-signal.SIGKILL, -signal.SIGTERM)  # by somebody else; a question is no cause of these
 _PROGRAM = Path(__file__).with_name("grammar_judge.py")
 
 
@@ -79,47 +81,64 @@ class Grammars:
         await self._starts.close()
         await self._ends.close()
 
-    def _greeting(self) -> dict[str, Any] | None:
-        """The tokenizer, for a process that has none; None when llguidance can't read it."""
+    def _greeting(self, compare: bool) -> bytes | None:
+        """The tokenizer, for a process that has none; None when llguidance can't read it.
+        `compare`: with what each token is, for the process to compare.
+        """
         fast = getattr(self._tokenizer, "backend_tokenizer", None)
         if fast is None:
             return None
         fast = copy(fast)
         fast.no_padding()
         fast.no_truncation()
-        return {
+        spelled = None
+        if compare:
+            text = TokenText(self._tokenizer)
+            spelled = [text.raw(i).decode("latin-1") for i in range(len(self._tokenizer))]
+        greeting = {
             "tokenizer": fast.to_str(),
             "n_vocab": max(self._vocab_size, len(self._tokenizer)),
             "eos": self._tokenizer.eos_token_id,
+            "spelled": spelled,
             "cpu_s": self._cpu_s,
             "memory": MEMORY_BYTES,
         }
+        return json.dumps(greeting).encode()
 
 
 class _Process:
     """One judge, replaced when a grammar was its end. One question at a time."""
 
-    def __init__(self, greeting: Any, cpu_s: float) -> None:
+    def __init__(self, greeting: Callable[[bool], bytes | None], cpu_s: float) -> None:
         self._greeting, self._cpu_s = greeting, cpu_s
         self._running: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
-        self._open: set[asyncio.Task[str]] = set()
+        self._asked: asyncio.Task[str] | None = None
+        self._compared, self._unreadable = False, ""
+        self._closed = False
 
     async def ask(self, *question: Any) -> str:
-        """The verdict. Who stops waiting for it leaves the next answer to the next one."""
-        task = asyncio.ensure_future(self._ask(question))
-        self._open.add(task)
-        task.add_done_callback(self._open.discard)
-        return await asyncio.shield(task)
+        """The verdict. Who leaves before it is their turn asks nothing; who leaves later, leaves
+        the next answer to the next one.
+        """
+        await self._turn.acquire()
+        self._asked = asyncio.ensure_future(self._ask(json.dumps(question).encode()))
+        self._asked.add_done_callback(self._answered)
+        return await asyncio.shield(self._asked)
 
-    async def _ask(self, question: Any) -> str:
-        async with self._turn:
-            greeting = None
+    def _answered(self, asked: asyncio.Task[str]) -> None:
+        self._turn.release()
+        if not asked.cancelled():
+            asked.exception()  # who asked may have left
+
+    async def _ask(self, question: bytes) -> str:
+        for last in (False, True):
+            if self._closed:
+                raise EngineDead("the engine is closed")
             if self._running is None or self._running.returncode is not None:
-                greeting = await asyncio.to_thread(self._greeting)
-                if greeting is None:
-                    return "this model's tokenizer is not a fast one, which grammars need"
-                await self._start(greeting)
+                self._unreadable = self._unreadable or await self._start()
+            if self._unreadable:
+                return self._unreadable
             said = await self._exchange(question)
             if said is not None:
                 return said
@@ -127,9 +146,15 @@ class _Process:
             ended = await self._running.wait()
             if ended == -signal.SIGPROF:
                 return f"it takes more than {self._cpu_s:g} s to compile"
-            return FAILED
+            if last or ended not in KILLED:
+                break
+        return FAILED
 
-    async def _start(self, greeting: dict[str, Any]) -> None:
+    async def _start(self) -> str:
+        """A new process; why it can't judge, or ""."""
+        greeting = await asyncio.to_thread(self._greeting, not self._compared)
+        if greeting is None:
+            return "this model's tokenizer is not a fast one, which grammars need"
         self._running = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", str(_PROGRAM)),
             stdin=asyncio.subprocess.PIPE,
@@ -137,16 +162,19 @@ class _Process:
             stderr=asyncio.subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is for the server, which drains
         )
-        if await self._exchange(greeting) is None:
+        said = await self._exchange(greeting)
+        if said is None:
             raise EngineFailed("the process that compiles grammars does not start")
+        self._compared = True
+        return said
 
-    async def _exchange(self, sent: Any) -> str | None:
+    async def _exchange(self, sent: bytes) -> str | None:
         """One line there, one back; None when the process has ended."""
         assert self._running is not None
         stdin, stdout = self._running.stdin, self._running.stdout
         assert stdin is not None and stdout is not None
         try:
-            stdin.write(json.dumps(sent).encode() + b"\n")
+            stdin.write(sent + b"\n")
             await stdin.drain()
             line = await stdout.readline()
         except ConnectionError:
@@ -154,8 +182,9 @@ class _Process:
         return str(json.loads(line)) if line.endswith(b"\n") else None
 
     async def close(self) -> None:
-        for task in tuple(self._open):
-            task.cancel()
+        self._closed = True
+        if self._asked is not None:
+            self._asked.cancel()
         if self._running is not None and self._running.returncode is None:
             self._running.kill()
             await self._running.wait()

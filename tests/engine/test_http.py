@@ -187,6 +187,27 @@ def test_structured_answers(http: httpx.Client, stream: bool) -> None:
 
 
 @pytest.mark.parametrize(
+    ("wanted", "pattern"),
+    [({"regex": "[^ ]{5,30}"}, "[^ ]{5,30}"), ({"regex": "[a-zé]{3,8}é"}, "[a-zé]{3,8}é"),
+     ({"regex": r"a\nb c\td"}, r"a\nb c\td"), ({"choice": ["日本", "中国"]}, "日本|中国"),
+     ({"choice": ["New York City", "Los Angeles"]}, "New York City|Los Angeles"),
+     ({"json": {"enum": [f"value number {i}" for i in range(500)]}}, r'"value number \d+"')],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("seed", [1, 2])
+def test_grammars_mean_the_text_that_is_said(
+    http: httpx.Client, wanted: Any, pattern: str, seed: int
+) -> None:
+    """Spaces, line ends and letters outside ASCII, which a byte-level vocabulary spells otherwise:
+    the compiler took these spellings for the text.
+    """
+    body = {"prompt": "Some words: ", "max_tokens": 40, "seed": seed, "structured_outputs": wanted}
+    choice = complete(http, **body)["choices"][0]
+    assert re.fullmatch(pattern, choice["text"])
+    assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
     "wanted",
     [{"regex": "(["}, {"json": {"type": "nonsense"}}, {"grammar": "root := ?"}, {"regex": "(a"},
      # Parsed at vLLM's door, refused by the compiler in the engine, which ended it.

@@ -17,6 +17,7 @@ import pytest
 import pytest_asyncio
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from server.errors import EngineDead
 from server.tools import ToolPlan
 from server.vllm_grammar import FAILED, Grammars
 
@@ -30,6 +31,8 @@ class Toy:
     """What a fast tokenizer of Transformers shows of itself."""
 
     eos_token_id = END
+    all_special_ids = (END,)
+    added_tokens_decoder = {END: "<end>"}
 
     def __init__(self) -> None:
         letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -40,6 +43,12 @@ class Toy:
 
     def __len__(self) -> int:
         return END + 1
+
+    def convert_ids_to_tokens(self, token_id: int) -> str | None:
+        return self.backend_tokenizer.id_to_token(token_id)  # type: ignore[no-any-return]
+
+    def decode(self, token_ids: list[int]) -> str:
+        return str(self.backend_tokenizer.decode(token_ids))
 
     def ids(self, text: str) -> list[int]:
         return list(self.backend_tokenizer.encode(text).ids)
@@ -154,6 +163,71 @@ async def test_leaving_before_the_verdict(grammars: Grammars) -> None:
     assert await grammars.fault("regex", "([") != ""
 
 
+async def test_who_leaves_before_their_turn_asks_nothing(grammars: Grammars) -> None:
+    """Twenty that take a second each, whose clients have gone, hold up nobody for twenty."""
+    slow = [
+        asyncio.ensure_future(grammars.fault("json", SLOW.replace("b", f"b{i}"))) for i in range(20)
+    ]
+    await asyncio.sleep(0.3)
+    for leaving in slow:
+        leaving.cancel()
+    began = time.process_time()
+    assert await asyncio.wait_for(grammars.fault("regex", "ab"), 15) == ""
+    assert time.process_time() - began < 5
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("question", ["start", "end"])
+async def test_killed_while_it_works(
+    grammars: Grammars, question: str, sign: signal.Signals
+) -> None:
+    """By somebody else, such as a kernel short of memory: the question is not to blame."""
+    judge = grammars._starts if question == "start" else grammars._ends
+    assert await judge.ask("regex", "a", None if question == "start" else TOY.ids("a")) == ""
+    first = judge._running
+    assert first is not None
+    os.kill(first.pid, signal.SIGSTOP)
+    asked = asyncio.ensure_future(
+        grammars.fault("regex", "b")
+        if question == "start"
+        else grammars.unfinished("regex", "b+", TOY.ids("bb"))
+    )
+    await asyncio.sleep(0.1)
+    assert not asked.done()
+    os.kill(first.pid, sign)
+    os.kill(first.pid, signal.SIGCONT)
+    assert await asked == ""
+    assert judge._running is not first
+
+
+async def test_a_tokenizer_that_the_compiler_misreads() -> None:
+    """The decoders of a tokenizer made of GGUF: llguidance takes the first of them for all. It
+    would let through spaces where none may be, since it takes them for letters.
+    """
+    gguf = Toy()
+    gguf.backend_tokenizer.decoder = decoders.Sequence(
+        [decoders.ByteFallback(), decoders.Fuse(), decoders.ByteLevel()]
+    )
+    made = Grammars(gguf, len(gguf), 5.0)
+    try:
+        for wanted in ("[^ ]{3,9}", "a b"):
+            said = await made.fault("regex", wanted)
+            assert "misreads this model's tokenizer: token" in said
+            assert len(said) < 200
+    finally:
+        await made.close()
+
+
+async def test_a_tokenizer_that_the_compiler_can_not_read() -> None:
+    strange = Toy()
+    strange.backend_tokenizer.decoder = decoders.WordPiece()
+    made = Grammars(strange, len(strange), 5.0)
+    try:
+        assert "tokenizer" in await made.fault("regex", "a")
+    finally:
+        await made.close()
+
+
 async def test_close_leaves_no_process() -> None:
     made = Grammars(TOY, len(TOY), 60.0)
     waiting = asyncio.ensure_future(made.fault("json", SLOW))
@@ -163,6 +237,9 @@ async def test_close_leaves_no_process() -> None:
     assert [p is not None and p.returncode is not None for p in running] == [True, True]
     with pytest.raises(asyncio.CancelledError):
         await waiting
+    with pytest.raises(EngineDead):
+        await made.fault("regex", "a")
+    assert [p is not None and p.returncode is not None for p in running] == [True, True]
 
 
 async def test_a_slow_tokenizer() -> None:

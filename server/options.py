@@ -83,6 +83,11 @@ async def check_grammar(
     """Raises `InvalidRequest` on a grammar that is too long, or that no answer can follow."""
     if wanted is None:
         return
+    if body.ignore_eos:
+        raise InvalidRequest(
+            "ignore_eos: not with a grammar; where that ends, the answer would go on without it",
+            param="ignore_eos",
+        )
     kind, text = wanted
     where = "tools" if kind not in (body.structured_outputs or {}) else "structured_outputs"
     if body.response_format is not None and where == "tools":

@@ -256,6 +256,22 @@ def test_a_tool_whose_schema_is_refused_is_named(live: Live) -> None:
         assert answer.json()["error"]["param"] == "tools"
 
 
+def test_an_answer_must_not_outlive_its_grammar(live: Live) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["x"]}}}
+    tool = {"type": "function", "function": {"name": "f"}}
+    for wanted in (
+        {"structured_outputs": {"choice": ["x"]}},
+        {"response_format": {"type": "json_object"}},
+        {"response_format": form},
+    ):
+        for call in (_completion, _chat):
+            _refused(call(live, ignore_eos=True, **wanted), "ignore_eos")
+            assert call(live, ignore_eos=False, **wanted).status_code == 200
+    _refused(_chat(live, ignore_eos=True, tools=[tool], tool_choice="required"), "ignore_eos")
+    form = {"type": "text"}
+    assert _completion(live, ignore_eos=True, response_format=form).status_code == 200
+
+
 def test_a_misspelt_field_is_named(live: Live) -> None:
     error = _completion(live, sede=5).json()["error"]
     assert error["param"] == "sede"

@@ -94,7 +94,7 @@ def test_options_reach_the_engine(live: Live) -> None:
         logit_bias={"9": 1.5, "8": -2}, allowed_token_ids=[9, 8, 9], bad_words=["x"], stop="s",
         stop_token_ids=[7, 6], include_stop_str_in_output=True, ignore_eos=True,
         skip_special_tokens=False, spaces_between_special_tokens=False, logprobs=3,
-        prompt_logprobs=2, structured_outputs={"choice": ["a", "b"]},
+        prompt_logprobs=2,
     )  # fmt: skip
     asked = live.engine.asked[-1]
     assert asked.max_tokens == 7
@@ -103,11 +103,12 @@ def test_options_reach_the_engine(live: Live) -> None:
     assert asked.allowed_token_ids == (8, 9)
     assert (asked.stop, asked.stop_token_ids, asked.bad_words) == (("s",), (6, 7), ("x",))
     assert (asked.logprobs, asked.prompt_logprobs) == (3, 2)
-    assert asked.structured == ("choice", '["a", "b"]')
     assert (asked.min_tokens, asked.ignore_eos, asked.skip_special_tokens) == (2, True, False)
     assert asked.include_stop_str_in_output and not asked.spaces_between_special_tokens
     penalties = (asked.presence_penalty, asked.frequency_penalty, asked.repetition_penalty)
     assert penalties == (1.0, -1.0, 1.1)
+    live.complete(prompt="a", structured_outputs={"choice": ["a", "b"]})
+    assert live.engine.asked[-1].structured == ("choice", '["a", "b"]')
     live.complete(prompt="a", top_p=0, top_k=-1)
     asked = live.engine.asked[-1]
     assert (asked.top_p, asked.top_k) == (1.0, 1), "top_p 0 is the most likely token alone"

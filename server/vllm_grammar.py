@@ -135,11 +135,14 @@ class _Process:
         for last in (False, True):
             if self._closed:
                 raise EngineDead("the engine is closed")
-            if self._running is None or self._running.returncode is not None:
-                self._unreadable = self._unreadable or await self._start()
             if self._unreadable:
                 return self._unreadable
-            said = await self._exchange(question)
+            ready = True
+            if self._running is None or self._running.returncode is not None:
+                ready = await self._start()
+                if self._unreadable:
+                    return self._unreadable
+            said = await self._exchange(question) if ready else None
             if said is not None:
                 return said
             assert self._running is not None
@@ -148,13 +151,16 @@ class _Process:
                 return f"it takes more than {self._cpu_s:g} s to compile"
             if last or ended not in KILLED:
                 break
+        if not ready:
+            raise EngineFailed("the process that compiles grammars does not start")
         return FAILED
 
-    async def _start(self) -> str:
-        """A new process; why it can't judge, or ""."""
+    async def _start(self) -> bool:
+        """A new process: whether it lives. Finds out why none can judge."""
         greeting = await asyncio.to_thread(self._greeting, not self._compared)
         if greeting is None:
-            return "this model's tokenizer is not a fast one, which grammars need"
+            self._unreadable = "this model's tokenizer is not a fast one, which grammars need"
+            return False
         self._running = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", str(_PROGRAM)),
             stdin=asyncio.subprocess.PIPE,
@@ -164,9 +170,9 @@ class _Process:
         )
         said = await self._exchange(greeting)
         if said is None:
-            raise EngineFailed("the process that compiles grammars does not start")
-        self._compared = True
-        return said
+            return False
+        self._compared, self._unreadable = True, said
+        return True
 
     async def _exchange(self, sent: bytes) -> str | None:
         """One line there, one back; None when the process has ended."""

@@ -200,6 +200,14 @@ async def test_killed_while_it_works(
     assert judge._running is not first
 
 
+async def test_killed_while_it_starts(grammars: Grammars) -> None:
+    asked = asyncio.ensure_future(grammars.fault("regex", "a"))
+    while grammars._starts._running is None:
+        await asyncio.sleep(0.001)
+    os.kill(grammars._starts._running.pid, signal.SIGKILL)
+    assert await asked == ""
+
+
 async def test_a_tokenizer_that_the_compiler_misreads() -> None:
     """The decoders of a tokenizer made of GGUF: llguidance takes the first of them for all. It
     would let through spaces where none may be, since it takes them for letters.

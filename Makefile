@@ -52,7 +52,7 @@ ascend-env: $(STAMP)
 	tests/ascend/make_env.sh
 
 test-ascend: ascend-env
-	$(BIN)/python -m pytest tests/ascend tests/ops --timeout 900 $(ARGS)
+	$(BIN)/python -m pytest tests/ascend tests/ops --timeout 1800 $(ARGS)
 
 # The images, where there is no Docker engine: root on Debian with buildah and debootstrap. docs/deploy.md
 image: $(STAMP)

@@ -22,7 +22,7 @@ ENVS = Path(
     os.environ.get("ASCEND_TEST_ENVS")
     or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "samebits" / "ascend"
 )
-START_S = 280
+START_S = 900  # a crowd is asked at the start, and a MoE in an interpreter took 4 minutes
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

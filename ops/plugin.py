@@ -26,6 +26,8 @@ def register() -> None:
         return
     from ops import device, registry
 
+    # It warns with the whole of a grammar that llguidance gives up on: a user's words, 64 KiB each.
+    logging.getLogger("vllm.v1.structured_output.backend_guidance").setLevel(logging.ERROR)
     found = device.detect()
     table = importlib.import_module(device.backend_module(found.kind))
     registry.install(table.rows())

@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from server.engine import Output
-from server.errors import EngineDead, EngineFailed, InvalidRequest
+from server.errors import EngineDead, EngineFailed, InvalidRequest, Overloaded
 from server.vllm_text import TokenText
 
 MAX_KNOWN = 4096
+RETRY_S = 5
+WAIT_S = 30.0  # behind other grammars; each may take `max_grammar_s`
 MEMORY_BYTES = 1 << 30  # for one compiler, beside its tokenizer
 NOT_ALLOWED = "not allowed"  # the word of `server/grammar_judge.py`
 FAILED = "its compiler ran out of memory, or failed"
@@ -119,9 +121,16 @@ class _Process:
 
     async def ask(self, *question: Any) -> str:
         """The verdict. Who leaves before it is their turn asks nothing; who leaves later, leaves
-        the next answer to the next one.
+        the next answer to the next one. Raises `Overloaded` after `WAIT_S`.
         """
-        await self._turn.acquire()
+        try:
+            await asyncio.wait_for(self._turn.acquire(), WAIT_S)
+        except TimeoutError:
+            raise Overloaded(
+                f"structured_outputs: other grammars took {WAIT_S:g} s to compile; ask again",
+                param="structured_outputs",
+                retry_after_s=RETRY_S,
+            ) from None
         self._asked = asyncio.ensure_future(self._ask(json.dumps(question).encode()))
         self._asked.add_done_callback(self._answered)
         return await asyncio.shield(self._asked)

@@ -232,7 +232,9 @@ MANY = {"type": "object", "properties": {f"p{i}": {"type": "null"} for i in rang
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("wanted", [{"json": MANY}, {"regex": "([a-z]{1,100}Q)*" * 3000}], ids=list)
-def test_a_grammar_that_gives_up(http: httpx.Client, wanted: Any, stream: bool) -> None:
+def test_a_grammar_that_gives_up(
+    http: httpx.Client, server: Running, wanted: Any, stream: bool
+) -> None:
     """llguidance takes both and reaches a limit of its own a token later. At the second one vLLM
     then lets the answer end with "stop", as if it were whole.
     """
@@ -247,6 +249,7 @@ def test_a_grammar_that_gives_up(http: httpx.Client, wanted: Any, stream: bool) 
         error = answer.json()["error"]
     assert error["param"] == "structured_outputs"
     assert "broke off" in error["message"]
+    assert "LLMatcher error" not in server.log  # with which vLLM logs all of the user's grammar
 
 
 def test_a_grammar_that_takes_for_ever(http: httpx.Client) -> None:

@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from server.errors import EngineDead
+from server.errors import EngineDead, Overloaded
 from server.tools import ToolPlan
 from server.vllm_grammar import FAILED, Grammars
 
@@ -132,6 +132,20 @@ async def test_one_that_takes_for_ever(grammars: Grammars) -> None:
     assert time.monotonic() - began > 0.9
     assert await grammars.fault("regex", "ab") == ""
     assert "more than 1 s" in await grammars.fault("json", SLOW)  # and is known from then on
+
+
+async def test_a_queue_of_such(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits too long behind them is told to come again, and known grammars don't wait."""
+    monkeypatch.setattr("server.vllm_grammar.WAIT_S", 0.3)
+    assert await grammars.fault("regex", "known") == ""
+    slow = asyncio.ensure_future(grammars.fault("json", SLOW))
+    await asyncio.sleep(0.1)
+    with pytest.raises(Overloaded) as told:
+        await grammars.fault("regex", "new")
+    assert told.value.retry_after_s
+    assert await grammars.fault("regex", "known") == ""
+    assert "more than 1 s" in await slow
+    assert await grammars.fault("regex", "new") == ""
 
 
 async def test_one_that_takes_all_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
@@ -78,15 +79,16 @@ def _add_layers(app: FastAPI, settings: Settings, service: Service) -> None:
     if keys := load_keys(settings):
         app.add_middleware(KeyGate, keys=keys)
     origins = [origin.strip() for origin in settings.cors_origins.split(",") if origin.strip()]
+    cors = partial(
+        CORSMiddleware,
+        allow_origins=origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["X-Request-Id", "X-Samebits-Seed", "Retry-After"],
+    )
     if origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-            expose_headers=["X-Request-Id", "X-Samebits-Seed"],
-        )
-    app.add_middleware(Edge, service=service)
+        app.add_middleware(cors)
+    app.add_middleware(Edge, service=service, around=cors if origins else None)
 
 
 async def _http_error(request: Request, fault: Exception) -> Response:

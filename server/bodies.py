@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from server.errors import WrongContentType
+from server.errors import TimedOut, WrongContentType
 from server.limits import check_counts
 from server.protocol import Body
 from server.service import ClientGone, service_of
@@ -19,16 +19,22 @@ B = TypeVar("B", bound=Body)
 
 
 async def read_body(request: Request, model: type[B]) -> B:
-    """The body as `model`. Raises `InvalidRequest`, `WrongContentType`, or `ClientGone`."""
+    """The body as `model`. Raises `InvalidRequest`, `WrongContentType`, `TimedOut`, or
+    `ClientGone`.
+    """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise WrongContentType("send the body with the header Content-Type: application/json")
     service = service_of(request)
     settings = service.settings
     try:
-        raw = await request.body()
+        async with asyncio.timeout(settings.request_timeout_s):
+            raw = await request.body()
     except ClientDisconnect:
         raise ClientGone from None
+    except TimeoutError:
+        limit = settings.request_timeout_s
+        raise TimedOut(f"the body was not here after {limit:g} s") from None
 
     allowed = settings.max_logit_bias + settings.max_bad_words + settings.max_prompts
     entries = max(MAX_ENTRIES, 2 * allowed)

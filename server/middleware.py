@@ -9,7 +9,7 @@ import hashlib
 import hmac
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,10 +61,16 @@ async def send_error(
 
 
 class Edge:
-    """The outermost layer of ours: every request gets an id, a log line, a count, and an answer."""
+    """The outermost layer of ours: every request gets an id, a log line, a count, and an answer.
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
-        self._app, self._service = app, service
+    `around` goes about the answers that are made here, since they don't pass the layers inside:
+    without CORS headers a page could not read why it was refused.
+    """
+
+    def __init__(
+        self, app: ASGIApp, service: Service, around: Callable[[ASGIApp], ASGIApp] | None = None
+    ) -> None:
+        self._app, self._service, self._around = app, service, around
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -93,13 +99,23 @@ class Edge:
             self._service.metrics.refusals.labels(fault.code or "error").inc()
             if exchange.status is not None:
                 raise
-            await send_error(exchange.send, fault)
+            await self._refuse(scope, receive, exchange, fault)
         except Exception:
             _log.exception("unexpected fault")
             if exchange.status is not None:
                 raise
             internal = EngineFailed("internal error", code="internal_error")
-            await send_error(exchange.send, internal)
+            await self._refuse(scope, receive, exchange, internal)
+
+    async def _refuse(
+        self, scope: Scope, receive: Receive, exchange: _Exchange, fault: ServerError
+    ) -> None:
+        async def refusal(scope: Scope, receive: Receive, send: Send) -> None:
+            del scope, receive
+            await send_error(send, fault)
+
+        app = self._around(refusal) if self._around else refusal
+        await app(scope, receive, exchange.send)
 
     def _record(self, exchange: _Exchange) -> None:
         seconds = time.perf_counter() - exchange.begun

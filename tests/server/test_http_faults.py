@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from typing import Any
@@ -149,6 +150,20 @@ def test_a_request_that_takes_too_long() -> None:
         assert chunks[-1]["error"]["code"] == "timeout"
         assert live.settled()
         assert live.complete(prompt="a", max_tokens=1)["choices"]
+
+
+def test_a_body_that_never_comes_to_its_end() -> None:
+    with serving(request_timeout_s=0.3) as live:
+        host, port = live.http.base_url.host, live.http.base_url.port or 80
+        for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+            head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+            with socket.create_connection((host, port), 5) as client:
+                client.sendall(head.encode() + b"Content-Length: 50\r\n\r\n{")
+                answer = ""
+                while "}}" not in answer and (more := client.recv(65536)):
+                    answer += more.decode()
+            assert answer.startswith("HTTP/1.1 504")
+            assert "0.3 s" in answer
 
 
 async def _asgi(app: Any, path: str) -> httpx.Response:

@@ -154,6 +154,30 @@ def test_cors_is_off_unless_set(live: Live) -> None:
         assert open_to.http.post("/v1/completions", headers=origin).status_code == 401
 
 
+def test_a_page_of_another_origin_can_read_why_it_was_refused() -> None:
+    """Refusals are made at the edge, outside the CORS layer: without its headers a browser shows
+    its page a network error instead.
+    """
+    with serving(api_keys="k", cors_origins="http://a", max_body_bytes=2000) as live:
+        keyed = {"authorization": "Bearer k", "origin": "http://a"}
+        live.engine.fault = RuntimeError("planted")
+        for status, body, headers in (
+            (200, {"prompt": "a"}, keyed),
+            (400, {"prompt": "a", "n": 0}, keyed),
+            (401, {"prompt": "a"}, {"origin": "http://a"}),
+            (413, {"prompt": "a" * 3000}, keyed),
+            (500, {"prompt": "a"}, keyed),
+        ):
+            live.engine.fail_after = 0 if status == 500 else None
+            answer = live.post("/v1/completions", body, headers=headers)
+            assert answer.status_code == status
+            assert answer.headers["access-control-allow-origin"] == "http://a", status
+            assert "Retry-After" in answer.headers["access-control-expose-headers"]
+            other = {**headers, "origin": "http://evil"}
+            answer = live.post("/v1/completions", body, headers=other)
+            assert "access-control-allow-origin" not in answer.headers
+
+
 @pytest.mark.parametrize(
     ("given", "shown"),
     [(b"abc-123", True), (b"x" * 128, True), (b"x" * 129, False), (b"a b", False), (b"", False),

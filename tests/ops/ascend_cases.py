@@ -95,7 +95,8 @@ def main(planted: bool) -> None:
             return stock(x, *more)  # type: ignore[arg-type]
 
         reduce.sum_dims = by_rows
-    x = random(ROWS, 64) * torch.logspace(-2, 2, 64)[torch.randperm(64)].half()
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(2))  # in some, no bit tells
+    x = random(ROWS, 64) * torch.logspace(-2, 2, 64)[order].half()
     found: dict[str, list[str]] = {"close": [], "rows": [], "slabs": []}
     for name, (ours, torchs) in ops().items():
         whole = ours(x)
